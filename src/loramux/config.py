@@ -1,0 +1,116 @@
+"""Options, frozen. Command-line flags and ``docs/configuration.md`` are generated from the fields."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from loramux.errors import ConfigError
+
+BLOCK_SIZE = 16
+"""Tokens in one KV block."""
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def option(default: Any, text: str) -> Any:
+    """A dataclass field whose ``text`` is its help on the command line and in the docs."""
+    return field(default=default, metadata={"help": text})
+
+
+def parse_bytes(text: str) -> int:
+    """``"512MiB"``, ``"8GB"``, ``"1073741824"`` as a number of bytes. Raises ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is no size: write for example 512MiB or 8GB")
+    unit = (match[2] or "").lower()
+    return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[unit])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The base model."""
+
+    dtype: str = option("auto", "float32, bfloat16 or auto (what the checkpoint is stored in)")
+    device: str = option("auto", "cpu, cuda or auto")
+    max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's own")
+    threads: int | None = option(None, "CPU threads for torch; default: torch's own choice")
+    self_check: bool = option(True, "compare paged with plain attention on a few tokens at start")
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ConfigError(f"dtype {self.dtype!r} is unknown: use float32, bfloat16 or auto")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device {self.device!r} is unknown: use cpu, cuda or auto")
+        _at_least("max_model_len", self.max_model_len, 1)
+        _at_least("threads", self.threads, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Slots and memory of the adapters."""
+
+    max_loras: int = option(8, "slots: distinct adapters in one step")
+    device_cache: str | None = option(
+        None, "bytes for adapter weights beside the base, such as 2GiB; default: max_loras large adapters"
+    )
+    max_rank: int = option(512, "largest LoRA rank that is accepted")
+
+    def __post_init__(self) -> None:
+        _at_least("max_loras", self.max_loras, 1)
+        _at_least("max_rank", self.max_rank, 1)
+        if self.device_cache is not None and parse_bytes(self.device_cache) < 1:
+            raise ConfigError("device_cache must be at least one byte")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """How steps are filled."""
+
+    max_num_seqs: int = option(64, "sequences in one step")
+    max_step_tokens: int = option(1024, "tokens in one step; longer prompts are read in chunks")
+    kv_cache: str | None = option(None, "bytes for the KV cache, such as 4GiB; default: max_num_seqs sequences, at most 2GiB")
+    max_waiting: int = option(4096, "requests that may wait; further ones are refused")
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_step_tokens", self.max_step_tokens, 1)
+        _at_least("max_waiting", self.max_waiting, 1)
+        if self.max_step_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_step_tokens ({self.max_step_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
+                "each running sequence needs one token a step"
+            )
+        if self.kv_cache is not None:
+            parse_bytes(self.kv_cache)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Everything an engine needs beside the base model's place."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    adapters: AdapterOptions = field(default_factory=AdapterOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The HTTP server."""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one")
+    served_model_name: str | None = option(None, "name of the base model in requests; default: its path")
+    max_body_bytes: int = option(4 * 2**20, "largest request body")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        _at_least("max_body_bytes", self.max_body_bytes, 1)
+
+
+def _at_least(name: str, value: int | None, low: int) -> None:
+    if value is not None and value < low:
+        raise ConfigError(f"{name} must be at least {low}, not {value}")

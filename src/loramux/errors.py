@@ -1,0 +1,129 @@
+"""Every error a user can meet. Each one names the thing and the remedy.
+
+    LoramuxError
+    ├── ConfigError                 an option of the command line or of a constructor
+    ├── ModelNotServable            the base model cannot be served, with the reason
+    ├── EngineStopped               the engine has been shut down or has failed
+    ├── RequestError                a request that cannot be run
+    │   ├── InvalidRequest          400
+    │   ├── UnknownModel            404
+    │   └── RequestTooLarge         413
+    └── AdapterError                an adapter that cannot be loaded, found or removed
+        ├── AdapterRefused          400, with every reason
+        ├── AdapterSourceNotFound   404
+        ├── UnknownAdapter          404
+        └── AdapterExists           400
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class LoramuxError(Exception):
+    """Base of all errors raised on purpose; ``http_status`` is what the server answers."""
+
+    http_status: ClassVar[int] = 500
+
+
+class ConfigError(LoramuxError):
+    """An option has a value that cannot work."""
+
+    http_status = 400
+
+
+class ModelNotServable(LoramuxError):
+    """The base model cannot be served exactly, for the reason in the text."""
+
+    http_status = 400
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"cannot serve {model}: {reason}")
+        self.reason = reason
+
+
+class EngineStopped(LoramuxError):
+    """The engine no longer takes requests."""
+
+    http_status = 503
+
+
+class RequestError(LoramuxError):
+    """A request that cannot be run; the engine and all other requests go on."""
+
+    http_status = 400
+
+
+class InvalidRequest(RequestError):
+    """A field of a request has a value that cannot be honoured; ``param`` names the field."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class UnknownModel(RequestError):
+    """No base model and no adapter has the requested name."""
+
+    http_status = 404
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the model {name!r} does not exist: use a name listed by GET /v1/models, "
+            "or load the adapter first"
+        )
+        self.name = name
+
+
+class RequestTooLarge(RequestError):
+    """The body is larger than the server accepts."""
+
+    http_status = 413
+
+
+class AdapterError(LoramuxError):
+    """An adapter that cannot be loaded, found or removed."""
+
+    http_status = 400
+
+
+class AdapterRefused(AdapterError):
+    """The adapter would not be served exactly as PEFT does; ``reasons`` holds every finding."""
+
+    def __init__(self, name: str, reasons: Sequence[str]) -> None:
+        assert reasons, "a refusal needs a reason"
+        head = f"adapter {name!r} is refused: "
+        text = reasons[0] if len(reasons) == 1 else "".join(f"\n  - {r}" for r in reasons)
+        super().__init__(head + text)
+        self.name = name
+        self.reasons = tuple(reasons)
+
+
+class AdapterSourceNotFound(AdapterError):
+    """The place an adapter should come from does not exist."""
+
+    http_status = 404
+
+    def __init__(self, name: str, source: str, detail: str) -> None:
+        super().__init__(f"adapter {name!r}: {source}: {detail}")
+        self.name = name
+        self.source = source
+
+
+class UnknownAdapter(AdapterError):
+    """No adapter has this name."""
+
+    http_status = 404
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no adapter is called {name!r}: GET /v1/models lists those that are loaded")
+        self.name = name
+
+
+class AdapterExists(AdapterError):
+    """The name is taken."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        super().__init__(f"adapter {name!r} cannot be loaded: {detail}")
+        self.name = name

@@ -1,0 +1,81 @@
+"""Orders for one step: the engine decides, the workers carry out and report back. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLoad:
+    """Fill ``slot`` with an adapter's weights before the step; what it held before is dropped."""
+
+    slot: Slot
+    adapter_id: AdapterId
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotClear:
+    """Free the weights of ``slot``."""
+
+    slot: Slot
+
+
+SlotOrder = SlotLoad | SlotClear
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Choose the next token of a sequence at the end of this step."""
+
+    params: SamplingParams
+    seed: int
+    tokens: Sequence[int]
+    """Prompt and output so far; read, never kept."""
+    num_prompt_tokens: int
+    forbidden: tuple[int, ...] = ()
+    """Tokens that may not be chosen now (ends before ``min_tokens``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceStep:
+    """One sequence's part of a step: ``token_ids`` stand at ``start``, ``start + 1``, …"""
+
+    request_id: RequestId
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    slot: Slot
+    sample: Sample | None = None
+    prompt_logprobs: int | None = None
+    """Report log-probabilities of the tokens that follow each of ``token_ids`` in the prompt."""
+    next_prompt_tokens: Sequence[int] = ()
+    """The prompt tokens at ``start + 1``, …; as many as have a log-probability to report."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Slot orders first, in their order, then one forward over all sequences."""
+
+    slot_orders: tuple[SlotOrder, ...]
+    sequences: tuple[SequenceStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceResult:
+    """What a worker reports for one sequence of a plan."""
+
+    request_id: RequestId
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+    """The sequence alone cannot go on (its logits are not finite)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    sequences: tuple[SequenceResult, ...] = field(default=())

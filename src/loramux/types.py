@@ -1,0 +1,226 @@
+"""Names, sampling parameters and outputs that every layer shares. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NewType
+
+from loramux.errors import InvalidRequest
+
+AdapterId = NewType("AdapterId", str)
+"""Digest of an adapter's weights and effective configuration; a name is a label on it."""
+
+RequestId = NewType("RequestId", str)
+
+Slot = NewType("Slot", int)
+"""Column of the slot tables; the slot ``max_loras`` is the base model."""
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_N = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens and when to stop.
+
+    Filters act in the order of transformers' ``generate``: penalties, temperature, top_k, top_p,
+    min_p. Log-probabilities are those of the model itself, before any of them. ``temperature`` 0
+    is greedy. Raises InvalidRequest, which names the field, for a value out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or -1 keeps all."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    """The same seed gives the same text, whoever else is in the batch."""
+    max_tokens: int | None = None
+    """None: up to the end of the context."""
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that is in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it is in the output."""
+    logprobs: int | None = None
+    """Log-probability of each chosen token and of this many most likely ones."""
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        _integer("n", self.n, low=1, high=MAX_N)
+        _number("temperature", self.temperature, low=0.0, high=100.0)
+        _integer("top_k", self.top_k, low=-1)
+        _number("top_p", self.top_p, low=0.0, high=1.0, low_open=True)
+        _number("min_p", self.min_p, low=0.0, high=1.0)
+        if self.seed is not None:
+            _integer("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, low=1)
+        _integer("min_tokens", self.min_tokens, low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
+                "min_tokens",
+            )
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise InvalidRequest("stop must hold strings that are not empty", "stop")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, low=0)
+        _number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)
+        _number("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _number("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), low=0, high=MAX_LOGPROBS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false", name)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of one token, and the most likely tokens at its place, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to one completion of a request.
+
+    ``text`` holds whole characters only; the deltas of a completion concatenate to its final text.
+    """
+
+    request_id: RequestId
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or token that ended the completion, where one did."""
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    """With the first delta of a request that asked for them; None for the first prompt token."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished answer."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A finished request of the offline API."""
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+    adapter: str | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    @property
+    def text(self) -> str:
+        """The text of the first completion."""
+        return self.completions[0].text
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What the outside may know of an adapter."""
+
+    name: str
+    adapter_id: AdapterId
+    source: str
+    num_bytes: int
+    max_rank: int
+    pinned: bool
+    slot: int | None
+    in_flight: int
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters and gauges of one engine, for logs and metrics. Times are in seconds."""
+
+    num_running: int
+    num_waiting: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    slots_used: int
+    slots_total: int
+    num_steps: int
+    prompt_tokens: int
+    output_tokens: int
+    preemptions: int
+    slot_loads: int
+    slot_evictions: int
+    requests_finished: int
+    requests_aborted: int
+    adapter_bytes: int
+    last_step_adapters: int
+    """Distinct adapters, without the base, in the newest step."""
+    max_step_adapters: int
+    step_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """A request as it enters an engine. ``model`` is the base model's or an adapter's name."""
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    model: str | None = None
+    """None: the base model."""
+    request_id: RequestId | None = None
+
+
+def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(f"{name} must be an integer, not {value!r}", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} must be {bound}, not {value}", name)
+
+
+def _number(
+    name: str, value: object, *, low: float, high: float, low_open: bool = False
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, not {value!r}", name)
+    if value < low or value > high or (low_open and value == low):
+        bound = f"above {low}" if low_open else f"at least {low}"
+        raise InvalidRequest(f"{name} must be {bound} and at most {high}, not {value}", name)
