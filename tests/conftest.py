@@ -52,4 +52,6 @@ def tiny_adapters() -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def smollm2_adapters() -> dict[str, Path]:
-    return {name: Path(path) for name, path in find_adapters(CHECKOUT / "examples/adapters").items()}
+    return {
+        name: Path(path) for name, path in find_adapters(CHECKOUT / "examples/adapters").items()
+    }

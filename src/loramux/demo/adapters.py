@@ -11,7 +11,7 @@ _IN_A_CHECKOUT = Path(__file__).parents[3] / "examples" / "adapters"
 
 
 def default_adapters_folder() -> Path:
-    """``examples/adapters`` of the checkout this package runs from. Raises ConfigError elsewhere."""
+    """``examples/adapters`` of the checkout this runs from. Raises ConfigError elsewhere."""
     if not _IN_A_CHECKOUT.is_dir():
         raise ConfigError(
             "the demo's adapters are not part of the installed package: name a folder of adapters "

