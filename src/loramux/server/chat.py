@@ -46,8 +46,7 @@ class ChatRenderer:
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         chunks = [self._opening(part)] if part.first else []
         choice = self._choice(part) | {"delta": {"content": part.text} if part.text else {}}
-        shows = part.text or part.finish_reason or choice["logprobs"]
-        if shows or self._body.return_token_ids:
+        if part.text or part.logprobs or part.finish_reason or self._body.return_token_ids:
             chunks.append(self._chunk([choice], None))
         return chunks
 
@@ -81,10 +80,9 @@ class ChatRenderer:
 
     def _choice(self, part: Part) -> dict[str, Any]:
         """What a whole choice and a chunk's choice have in common."""
-        wanted = self._body.logprobs and (part.token_ids or part.finish_reason is None)
         choice = {
             "index": part.index,
-            "logprobs": logprobs.chat(self._codec, part.logprobs) if wanted else None,
+            "logprobs": logprobs.chat(self._codec, part.logprobs) if part.logprobs else None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }

@@ -58,10 +58,9 @@ class CompletionRenderer:
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         choice = self._choice(part)
-        shows = choice["text"] or part.finish_reason or choice["logprobs"]
-        if not shows and not self._body.return_token_ids:
-            return []
-        return [self._chunk([choice], None)]
+        if choice["text"] or part.logprobs or part.finish_reason or self._body.return_token_ids:
+            return [self._chunk([choice], None)]
+        return []
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._chunk([], usage)
