@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -104,6 +107,24 @@ async def test_http_answers_are_counted_by_route_never_by_path(client: httpx.Asy
         ("/v1/completions", "404"),
     }
     assert "made-up" not in text
+
+
+async def test_openapi_describes_the_bodies(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    schemas = document["components"]["schemas"]
+    references = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document))
+    assert set(references) <= set(schemas)
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]
+    assert body["content"]["application/json"]["schema"]["$ref"].endswith("/CompletionRequest")
+    assert schemas["CompletionRequest"]["required"] == ["model", "prompt"]
+
+
+def test_server_and_fakes_import_no_torch() -> None:
+    program = (
+        "import sys, loramux.server.app, loramux.server.listen, loramux.testing\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 
 async def test_two_apps_keep_their_metrics_apart() -> None:

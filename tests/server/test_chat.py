@@ -158,6 +158,12 @@ async def test_bad_value_is_refused_by_name(
     assert response.json()["error"]["param"] == param
 
 
+async def test_conversation_that_is_too_long_is_refused_by_name(client: httpx.AsyncClient) -> None:
+    response = await post(client, messages=[{"role": "user", "content": "a" * 5000}])
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+
+
 async def test_model_without_chat_template_is_a_400() -> None:
     app = create_app(FakeEngine(codec=FakeCodec(chat_template=False)))
     async with httpx.AsyncClient(

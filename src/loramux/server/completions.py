@@ -15,6 +15,7 @@ from loramux.server import logprobs
 from loramux.server.answer import Part, Usage
 from loramux.server.body import read_json
 from loramux.server.context import Context
+from loramux.server.openapi import request_body
 from loramux.server.reply import reply
 from loramux.server.schema import CompletionRequest, Prompt
 from loramux.server.tokens import encode
@@ -22,7 +23,7 @@ from loramux.server.tokens import encode
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
 async def create_completion(request: Request, context: Context) -> Response:
     """Continue each prompt; see ``CompletionRequest`` for the fields."""
     body = await read_json(request, CompletionRequest, limit=context.options.max_body_bytes)
