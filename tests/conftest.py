@@ -1,0 +1,57 @@
+"""The two real models, their adapters and their golden outputs, for every folder of tests."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+from pathlib import Path
+
+import pytest
+
+from loramux.demo.adapters import find_adapters
+from loramux.demo.base import demo_base, publish
+from tests.golden.load import Golden, load_golden
+from tests.tiny import make_tiny
+
+TESTS = Path(__file__).parent
+CHECKOUT = TESTS.parent
+
+
+@pytest.fixture(scope="session")
+def tiny_base() -> Path:
+    """A trained Llama of 852,608 weights; made once per version of ``make_tiny.py``."""
+    digest = hashlib.sha256(Path(make_tiny.__file__).read_bytes()).hexdigest()[:16]
+    folder = CHECKOUT / ".cache" / f"tiny-{digest}"
+    if not folder.is_dir():
+        with contextlib.redirect_stdout(io.StringIO()):
+            publish(folder, lambda target: make_tiny.make_base(str(target)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2_base() -> Path:
+    """SmolLM2-135M-Instruct in bfloat16; the first call on a machine takes half a minute."""
+    return demo_base()
+
+
+@pytest.fixture(scope="session")
+def tiny_golden() -> Golden:
+    return load_golden("tiny")
+
+
+@pytest.fixture(scope="session")
+def smollm2_golden() -> Golden:
+    return load_golden("smollm2")
+
+
+@pytest.fixture(scope="session")
+def tiny_adapters() -> dict[str, Path]:
+    return {name: Path(path) for name, path in find_adapters(TESTS / "tiny").items()}
+
+
+@pytest.fixture(scope="session")
+def smollm2_adapters() -> dict[str, Path]:
+    return {
+        name: Path(path) for name, path in find_adapters(CHECKOUT / "examples/adapters").items()
+    }
