@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -65,3 +66,21 @@ def test_time_limit_counts_all_modules_together():
         table.get("a" * 60, 0)
     with pytest.raises(BadPattern):
         table.get("b" * 60, 0)
+
+
+NAMES = ["q_proj", "a.q_proj", "b.a.q_proj", "xq_proj", "a_q_proj", "q.proj", "a.q.proj", "a1", "a"]
+KEYS = ["q_proj", "q.proj", r"q\.proj", "a.q_proj", r"a\.q_proj", "^a.q_proj", "^q_proj", "a", "."]
+KEYS += ["..", "^.", r"\.", "(q|a)_proj", "a?.q_proj", "a[0-9]", "q_proj|b.a.q_proj", "x?q_proj"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_rule_is_that_of_peft_on_every_name(key: str):
+    table = PatternTable({key: True})
+    fits = {name for name in NAMES if table.get(name, False)}
+    assert fits == {name for name in NAMES if re.match(rf"(.*\.)?({key})$", name)}
+
+
+def test_table_with_a_name_for_each_of_900_modules_is_quick():
+    modules = [f"model.layers.{i}.self_attn.q_proj" for i in range(900)]
+    table = PatternTable({module: i for i, module in enumerate(modules)})
+    assert [table.get(module, -1) for module in modules] == list(range(900))
