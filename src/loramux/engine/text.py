@@ -80,8 +80,10 @@ class Detokenizer:
     The pieces hold whole characters and concatenate to the decoded text of all tokens. Work per
     token is constant: a token is decoded with the few before it that its text may depend on.
 
-    tokenizers' DecodeStream does the same for fast tokenizers, but it cannot give out what it holds
-    back at the end, and it holds back all of a run of bytes that never become a character.
+    One case differs: a byte-fallback decoder (SentencePiece) gives up a whole run of byte tokens
+    for one broken byte in it, even characters that were complete and shown before; here they stay.
+    A U+FFFD that a model spells in such bytes looks broken, too. tokenizers' DecodeStream raises
+    in that case, has no way to flush, and knows fast tokenizers only, so it is not used.
     """
 
     def __init__(
@@ -157,8 +159,10 @@ def _with_plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part_text(part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part["text"], str):
-        return part["text"]
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
     raise InvalidRequest("messages may hold text only: each part needs type text", "messages")
 
 
