@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from loramux.engine.text import HFText
+from loramux.engine.text import Detokenizer, HFText
 from loramux.errors import InvalidRequest
 
 TESTS = Path(__file__).parents[1]
@@ -96,6 +98,35 @@ def test_tiny_pieces_concatenate_to_the_decoded_text(tiny: Any, ids: list[int], 
     assert "".join(found) == tiny.decode(ids, skip_special_tokens=skip)
 
 
+utf8_parts = st.sampled_from(
+    [b"\xc3", b"\xa9", b"\xa9\xc3", b"\xf0\x9f", b"\x98", b"\x80\xf0", b"\x80", b"\xff", b"a"]
+)
+
+
+@given(tokens=st.lists(utf8_parts))
+def test_tokens_may_hold_any_parts_of_characters(tokens: list[bytes]) -> None:
+    def decode(ids: Sequence[int]) -> str:
+        return b"".join(tokens[i] for i in ids).decode(errors="replace")
+
+    every = range(len(tokens))
+    detokenizer = Detokenizer(decode)
+    assert "".join(map(detokenizer.push, every)) + detokenizer.finish() == decode(every)
+
+
+@pytest.mark.parametrize("token", ["a", "▁Hello", "<0x80>", "</s>"])
+def test_work_per_token_is_constant(sentencepiece: Any, token: str) -> None:
+    decoded: list[int] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return sentencepiece.decode(ids, skip_special_tokens=True)
+
+    detokenizer = Detokenizer(decode, skipped=frozenset(ids_of(sentencepiece, ["</s>"])))
+    for token_id in ids_of(sentencepiece, ["a", *[token] * 200]):
+        detokenizer.push(token_id)
+    assert max(decoded) <= 8
+
+
 sentencepiece_text = st.lists(
     st.sampled_from(["<unk>", "</s>", *WORDS]).map(lambda token: [token])
     | st.characters(codec="utf-8", exclude_characters="\N{REPLACEMENT CHARACTER}").map(utf8_tokens)
@@ -159,6 +190,14 @@ def test_a_skipped_token_does_not_look_like_the_beginning_of_a_text(sentencepiec
 def test_special_tokens_can_be_shown(sentencepiece: Any) -> None:
     ids = ids_of(sentencepiece, ["▁Hello", "</s>", "▁world"])
     assert pieces(sentencepiece, ids, skip=False) == ["Hello", "</s>", " world", ""]
+
+
+def test_a_token_without_text_does_not_look_like_the_beginning_of_a_text(
+    sentencepiece: Any,
+) -> None:
+    hello, world = ids_of(sentencepiece, ["▁Hello", "▁world"])
+    outside = len(sentencepiece) + 5
+    assert pieces(sentencepiece, [hello, outside, world]) == ["Hello", "", " world", ""]
 
 
 def test_a_broken_byte_does_not_take_back_what_was_shown(sentencepiece: Any) -> None:
@@ -270,3 +309,17 @@ def test_every_form_in_which_tokenizers_return_ids_is_understood(
 ) -> None:
     monkeypatch.setattr(byte_level, "apply_chat_template", lambda *_, **__: answer)
     assert HFText(byte_level).render_chat([{"role": "user", "content": "Hi"}]) == [5, 6]
+
+
+def test_long_texts_are_encoded_without_a_warning(
+    byte_level: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(byte_level, "model_max_length", 5)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")
+    codec = HFText(byte_level)
+    assert len(codec.encode("a" * 20)) == 20
+    codec.render_chat([{"role": "user", "content": "a" * 20}])
+    assert caplog.messages == []
+    byte_level.encode("a" * 20)
+    assert "longer than" in caplog.text
