@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from conformance.cases import Case, load_cases
-from conformance.deferred import DEFERRED
-from conformance.layout import base_layout
 from loramux.adapters.formats.peft import read_peft
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.errors import AdapterRefused, AdapterSourceNotFound
+from tests.conformance.cases import Case, load_cases
+from tests.conformance.deferred import DEFERRED
+from tests.conformance.layout import base_layout
 
 
 def load(case: Case) -> LoadedAdapter:

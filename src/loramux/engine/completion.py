@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from loramux.engine.interface import Detokenizer
 from loramux.scheduling.stop import Finish, StopText, StopTokens
-
-
-class IncrementalText(Protocol):
-    """Tokens to whole characters; ``engine.text.Detokenizer`` is one."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class CompletionText:
@@ -23,7 +14,7 @@ class CompletionText:
     """
 
     def __init__(
-        self, stop_tokens: StopTokens, stop_text: StopText, detokenizer: IncrementalText
+        self, stop_tokens: StopTokens, stop_text: StopText, detokenizer: Detokenizer
     ) -> None:
         self._stop_tokens = stop_tokens
         self._stop_text = stop_text

@@ -10,12 +10,12 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
-from adapter_files import PREFIX, REPOSITORY, llama_layout, lora_config, pairs
 from loramux.adapters.formats import peft_fields
 from loramux.adapters.formats.peft import read_peft
 from loramux.adapters.identity import adapter_id
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.errors import AdapterRefused
+from tests.adapter_files import PREFIX, REPOSITORY, llama_layout, lora_config, pairs
 
 BASE = llama_layout()
 Q0 = f"{PREFIX}model.layers.0.self_attn.q_proj"

@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from adapter_files import (
+from loramux.adapters.formats.files import MalformedFile
+from loramux.adapters.formats.peft_config import PeftConfig, parse_config
+from loramux.adapters.formats.peft_spec import build_spec
+from loramux.adapters.report import Report
+from loramux.adapters.spec import BaseLayout, ModuleShape
+from tests.adapter_files import (
     PREFIX,
     REPOSITORY,
     Shapes,
@@ -17,11 +22,6 @@ from adapter_files import (
     llama_layout,
     pair,
 )
-from loramux.adapters.formats.files import MalformedFile
-from loramux.adapters.formats.peft_config import PeftConfig, parse_config
-from loramux.adapters.formats.peft_spec import build_spec
-from loramux.adapters.report import Report
-from loramux.adapters.spec import BaseLayout, ModuleShape
 
 HERE = REPOSITORY / "tests" / "adapter_configs"
 OUTSIDE = REPOSITORY.parent / "shared" / "adapter_configs"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from adapter_files import llama_layout
 from loramux.adapters.formats.module_names import ModuleNames
 from loramux.adapters.spec import BaseLayout, ModuleShape
+from tests.adapter_files import llama_layout
 
 UP = "model.layers.0.mlp.up_proj"
 SHAPE = ModuleShape(8, 8)

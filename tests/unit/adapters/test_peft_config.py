@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from adapter_files import lora_config
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.peft_config import PeftConfig, parse_config, read_config
 from loramux.adapters.report import Report
+from tests.adapter_files import lora_config
 
 Q = "model.layers.0.self_attn.q_proj"
 

@@ -5,7 +5,11 @@ from typing import Any
 
 import pytest
 
-from adapter_files import (
+from loramux.adapters.formats.peft_config import parse_config
+from loramux.adapters.formats.peft_spec import build_spec
+from loramux.adapters.report import Report
+from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta
+from tests.adapter_files import (
     PREFIX,
     Shapes,
     entries,
@@ -15,10 +19,6 @@ from adapter_files import (
     pair,
     pairs,
 )
-from loramux.adapters.formats.peft_config import parse_config
-from loramux.adapters.formats.peft_spec import build_spec
-from loramux.adapters.report import Report
-from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta
 
 BASE = llama_layout()
 QV = pairs(BASE, "q_proj", "v_proj")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from adapter_files import safetensors_bytes, with_header
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.safetensors_header import TensorEntry, read_header
+from tests.adapter_files import safetensors_bytes, with_header
 
 SHAPES = {"a": (2, 3), "b": (4,)}
 
