@@ -7,7 +7,8 @@
     ├── RequestError                a request that cannot be run
     │   ├── InvalidRequest          400
     │   ├── UnknownModel            404
-    │   └── RequestTooLarge         413
+    │   ├── RequestTooLarge         413
+    │   └── TooManyRequests         429
     └── AdapterError                an adapter that cannot be loaded, found or removed
         ├── AdapterRefused          400, with every reason
         ├── AdapterSourceNotFound   404
@@ -80,6 +81,12 @@ class RequestTooLarge(RequestError):
     """The body is larger than the server accepts."""
 
     http_status = 413
+
+
+class TooManyRequests(RequestError):
+    """The queue is full."""
+
+    http_status = 429
 
 
 class AdapterError(LoramuxError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from loramux.types import AdapterId
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleShape:
@@ -51,3 +53,14 @@ class LoraSpec:
     @property
     def max_rank(self) -> int:
         return max(delta.rank for delta in self.deltas)
+
+
+@dataclass(frozen=True)
+class PreparedAdapter:
+    """An adapter that has been read and checked; ``content`` is the worker's own business."""
+
+    adapter_id: AdapterId
+    num_bytes: int
+    max_rank: int
+    warnings: tuple[str, ...]
+    content: object

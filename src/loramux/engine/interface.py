@@ -1,11 +1,45 @@
-"""What servers and scripts need of an engine. ``AsyncEngine`` is one, ``testing.FakeEngine`` another."""
+"""The two faces of an engine: what servers need of it, and what it needs of a worker."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
-from loramux.types import AdapterInfo, Delta, EngineStats, GenerationRequest, RequestId
+from loramux.adapters.spec import PreparedAdapter
+from loramux.plan import SlotOrder, StepPlan, StepResult
+from loramux.types import (
+    AdapterId,
+    AdapterInfo,
+    Delta,
+    EngineStats,
+    GenerationRequest,
+    RequestId,
+)
+
+
+class Worker(Protocol):
+    """Carries out an engine's orders. ``testing.FakeWorker`` is one without a model."""
+
+    def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
+        """Read and check an adapter; the one method for any thread. Raises AdapterError."""
+        ...
+
+    def install(self, prepared: PreparedAdapter) -> None:
+        """Keep an adapter's weights, ready for a slot."""
+        ...
+
+    def drop(self, adapter_id: AdapterId) -> None:
+        """Free the weights of an adapter that has no slot any more."""
+        ...
+
+    def apply(self, orders: Sequence[SlotOrder]) -> None:
+        """Carry out slot orders outside a step."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step; results stand in the order of the plan's sequences."""
+        ...
 
 
 class Stream(Protocol):
@@ -39,8 +73,24 @@ class TextCodec(Protocol):
         ...
 
 
+class Detokenizer(Protocol):
+    """Text of one completion, token by token, in whole characters."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str:
+        """What is still held back."""
+        ...
+
+
+class EngineText(TextCodec, Protocol):
+    """A codec that can also follow a completion."""
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
+
+
 class Engine(Protocol):
-    """Runs requests. All methods are called from one event loop."""
+    """Runs requests; ``AsyncEngine`` is one, ``testing.FakeEngine`` another. All methods are called from one event loop."""
 
     base_name: str
     max_model_len: int

@@ -1,0 +1,100 @@
+"""Which names exist and which adapter each one means. Pure bookkeeping."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from loramux.errors import AdapterExists, UnknownAdapter, UnknownModel
+from loramux.types import AdapterId
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name and the adapter it stands for now."""
+
+    name: str
+    adapter_id: AdapterId
+    source: str
+    num_bytes: int
+    max_rank: int
+    pinned: bool = False
+    warnings: tuple[str, ...] = ()
+
+
+class Catalog:
+    """Names are labels on adapter ids; an id lives while a name or a request holds it.
+
+    A name that is given new bytes means a new id from then on: requests in flight finish on the
+    old one. Methods that let go of ids return those that nobody holds any more. Requests are
+    admitted by another thread than the one that loads and unloads, hence the lock.
+    """
+
+    def __init__(self, base_name: str) -> None:
+        self.base_name = base_name
+        self._entries: dict[str, Entry] = {}
+        self._in_flight: Counter[AdapterId] = Counter()
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Entry]:
+        with self._lock:
+            return iter(list(self._entries.values()))
+
+    def check_name(self, name: str, *, replace: bool) -> None:
+        """Raise AdapterExists unless ``name`` can be given to an adapter."""
+        if not name or name != name.strip():
+            raise AdapterExists(name, "a name must not be empty or begin or end with a space")
+        if name == self.base_name:
+            raise AdapterExists(name, "the base model has this name; choose another one")
+        if name in self._entries and not replace:
+            raise AdapterExists(
+                name, "the name is taken; unload it first, or load with load_inplace to replace it"
+            )
+
+    def add(self, entry: Entry, *, replace: bool = False) -> list[AdapterId]:
+        """Give a name to an adapter. Raises AdapterExists."""
+        with self._lock:
+            self.check_name(entry.name, replace=replace)
+            old = self._entries.get(entry.name)
+            self._entries[entry.name] = entry
+            return [] if old is None else self._unheld(old.adapter_id)
+
+    def remove(self, name: str) -> list[AdapterId]:
+        """Take a name away. Raises UnknownAdapter."""
+        with self._lock:
+            if name not in self._entries:
+                raise UnknownAdapter(name)
+            return self._unheld(self._entries.pop(name).adapter_id)
+
+    def hold(self, model: str | None, count: int = 1) -> AdapterId | None:
+        """The adapter that a request means, held for ``count`` sequences; None is the base.
+
+        Raises UnknownModel.
+        """
+        if model is None or model == self.base_name:
+            return None
+        with self._lock:
+            if model not in self._entries:
+                raise UnknownModel(model)
+            adapter_id = self._entries[model].adapter_id
+            self._in_flight[adapter_id] += count
+            return adapter_id
+
+    def release(self, adapter_id: AdapterId, count: int = 1) -> list[AdapterId]:
+        """Sequences that held an adapter have ended."""
+        with self._lock:
+            self._in_flight[adapter_id] -= count
+            assert self._in_flight[adapter_id] >= 0, "released more often than held"
+            if not self._in_flight[adapter_id]:
+                del self._in_flight[adapter_id]
+            return self._unheld(adapter_id)
+
+    def in_flight(self, adapter_id: AdapterId) -> int:
+        """Sequences that run or wait on an adapter."""
+        return self._in_flight[adapter_id]
+
+    def _unheld(self, adapter_id: AdapterId) -> list[AdapterId]:
+        named = any(entry.adapter_id == adapter_id for entry in self._entries.values())
+        return [] if named or self._in_flight[adapter_id] else [adapter_id]

@@ -1,0 +1,66 @@
+"""Which module of the base an adapter's module is, whatever prefix its file uses."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from loramux.adapters.spec import BaseLayout
+
+_LANGUAGE = "language_model"
+_OTHER_TOWER = re.compile(
+    r"(^|\.)(vision\w*|visual|image\w*|audio\w*|multi_modal_projector|mm_projector)(\.|$)"
+)
+_EXPERT = re.compile(r"(^|\.)experts(\.|$)")
+_ROUTER = re.compile(r"(^|\.)(block_sparse_moe|mlp|moe|feed_forward)\.(gate|router)$")
+_EMBEDDING = re.compile(r"(^|\.)(lm_head|embed_out|embed_tokens|wte|wpe)$")
+
+
+class ModuleNames:
+    """Finds modules of one base by the spellings that adapters use for them.
+
+    A base module ``model.layers.0.mlp.up_proj`` is also found as ``layers.0.mlp.up_proj`` (the
+    adapter was trained on the model without its head) and with or without ``language_model`` (on
+    a multimodal wrapper). All else of a name must agree, so a vision tower's layers stay apart.
+    """
+
+    def __init__(self, base: BaseLayout) -> None:
+        self._base = base
+        self._spellings: dict[str, set[str]] = defaultdict(set)
+        for name in base.modules:
+            for spelling in _spellings(name):
+                self._spellings[spelling].add(name)
+
+    def find(self, path: str) -> str | None:
+        """The base's name of a module; None when no module, or more than one, is meant."""
+        if path in self._base.modules:
+            return path
+        found = self._spellings.get(_without_language(path), set())
+        return next(iter(found)) if len(found) == 1 else None
+
+    def why_not(self, path: str) -> str:
+        """Why ``find`` gave None, in words for an operator."""
+        if len(self._spellings.get(_without_language(path), ())) > 1:
+            return "ambiguous names match more than one module of the base"
+        for pattern, words in (
+            (_OTHER_TOWER, "LoRA on the vision or audio part of a model is not served"),
+            (_EXPERT, "LoRA on the experts of a mixture of experts is not served"),
+            (_ROUTER, "LoRA on the router (gate) of a mixture of experts is not served"),
+            (_EMBEDDING, "LoRA on embeddings and lm_head is not served"),
+        ):
+            if pattern.search(path):
+                return words
+        if path in self._base.other_modules:
+            return f"modules of {self._base.name} that are no linear cannot take LoRA"
+        return f"no module of {self._base.name} has this name"
+
+
+def _spellings(name: str) -> set[str]:
+    """Names of a base module under which an adapter may know it, without ``language_model``."""
+    full = _without_language(name)
+    headless = full.partition(".")[2]
+    return {full, headless} - {""}
+
+
+def _without_language(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part != _LANGUAGE)

@@ -1,0 +1,250 @@
+"""Reads adapter_config.json: the fields that matter, and a refusal for each that is not served."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from loramux.adapters.formats import peft_fields as fields
+from loramux.adapters.formats.files import (
+    MalformedFile,
+    parse_json_object,
+    read_bounded,
+    refuse_placeholders,
+)
+from loramux.adapters.formats.peft_patterns import BadPattern, PatternTable
+from loramux.adapters.report import Report, printable
+
+CONFIG_FILE = "adapter_config.json"
+MAX_CONFIG_BYTES = 4 * 2**20
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """What of adapter_config.json decides the arithmetic."""
+
+    rank: int
+    alpha: float
+    rank_pattern: PatternTable[int]
+    alpha_pattern: PatternTable[float]
+    use_rslora: bool
+    use_dora: bool
+    targets: tuple[str, ...]
+    """Names in ``target_modules`` where it is a list; what is adapted stands in the weight file."""
+    base_model: str | None
+    """What the adapter was trained on, as text. Never opened."""
+
+    def rank_of(self, module: str) -> int:
+        """Rank of a module by its name in the adapter. Raises BadPattern."""
+        return self.rank_pattern.get(module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Factor of ``B A x`` on a module. Raises BadPattern."""
+        rank = self.rank_of(module)
+        alpha = self.alpha_pattern.get(module, self.alpha)
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def read_config(directory: Path, report: Report) -> PeftConfig | None:
+    """Read the configuration of an adapter directory; findings go to ``report``.
+
+    None when it does not say what the weights mean, in which case ``report`` holds the reason.
+    """
+    try:
+        data = read_bounded(directory / CONFIG_FILE, MAX_CONFIG_BYTES)
+        return parse_config(data, report)
+    except MalformedFile as problem:
+        report.refuse(str(problem))
+        return None
+
+
+def parse_config(data: bytes, report: Report) -> PeftConfig | None:
+    """The same for bytes. Raises MalformedFile when they are no JSON object."""
+    refuse_placeholders(CONFIG_FILE, data[:256])
+    raw = parse_json_object(CONFIG_FILE, data)
+    foreign = _foreign_format(raw)
+    if foreign is not None:
+        report.refuse(foreign)
+        return None
+    _check_other_fields(raw, report)
+    _check_task(raw.get("task_type"), report)
+    _check_init(raw.get("init_lora_weights"), report)
+    _check_bias(raw.get("bias"), report)
+    return _arithmetic(raw, report)
+
+
+def _foreign_format(raw: Mapping[str, Any]) -> str | None:
+    """Why this is no configuration of a LoRA adapter at all, or None."""
+    kind = raw.get("peft_type")
+    if kind == "LORA":
+        return None
+    if isinstance(kind, str) and kind.upper() == "LORA":
+        return f"peft_type is {printable(kind)}; PEFT reads and writes only LORA in capitals"
+    if isinstance(kind, str) and kind:
+        return f"peft_type {printable(kind, 40)} is not served, only LORA is"
+    if kind is not None:
+        return f"{CONFIG_FILE}: peft_type must be the string LORA"
+    missing = f"{CONFIG_FILE} is not of a PEFT adapter: peft_type is missing"
+    if "fine_tune_type" in raw or "lora_parameters" in raw:
+        return f"{missing}; this is an mlx-lm adapter: convert it to the PEFT format"
+    if "lora_tuning" in raw or "peft_scheme" in raw:
+        return f"{missing}; this is a NeMo adapter: convert it to the PEFT format"
+    if "model_type" in raw or "architectures" in raw:
+        return f"{missing}; this is the configuration of a model"
+    if isinstance(raw.get("format"), str):
+        return f"{missing}; its format is {printable(raw['format'], 40)}"
+    return missing
+
+
+def _check_other_fields(raw: Mapping[str, Any], report: Report) -> None:
+    for name, value in raw.items():
+        why = fields.REFUSED_WHEN_LIVE.get(name)
+        if why is not None and fields.is_live(value):
+            names = _names(value)
+            report.refuse(f"{name}{': ' + names if names else ''} is not served ({why})")
+        elif name not in fields.KNOWN and fields.is_live(value):
+            report.refuse(
+                "unknown fields in adapter_config.json have values that may change the arithmetic",
+                name,
+            )
+        elif name not in fields.KNOWN:
+            report.warn("unknown fields in adapter_config.json are not set, so ignored", name)
+
+
+def _names(value: object) -> str:
+    """The strings of a list, for a message."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        return ""
+    more = f" and {len(value) - 8} more" if len(value) > 8 else ""
+    return ", ".join(printable(item) for item in value[:8]) + more
+
+
+def _check_task(task: object, report: Report) -> None:
+    if task is None or task == "CAUSAL_LM":
+        return
+    if not isinstance(task, str):
+        report.refuse("task_type must be a string or null")
+    elif task in fields.HEADLESS_TASKS:
+        report.refuse(f"task_type {task}: made for {fields.HEADLESS_TASKS[task]}, not for text")
+    elif task == "SEQ_2_SEQ_LM":
+        report.warn("task_type is SEQ_2_SEQ_LM, the base is a decoder: served as CAUSAL_LM")
+    else:
+        report.refuse(f"task_type {printable(task, 40)} is not served, only CAUSAL_LM is")
+
+
+def _check_init(init: object, report: Report) -> None:
+    if init is None or isinstance(init, bool) or init in fields.INERT_INITS:
+        return
+    if not isinstance(init, str):
+        report.refuse("init_lora_weights must be true, false, null or a string")
+    elif init.startswith(fields.BASE_CHANGING_INITS):
+        report.refuse(
+            f"init_lora_weights={printable(init, 40)}: the weights are relative to a changed "
+            "(residual or quantised) base; save the adapter with PEFT's "
+            "path_initial_model_for_weight_conversion"
+        )
+    else:
+        report.refuse(
+            f"init_lora_weights={printable(init, 40)} is unknown, and may mean a changed base"
+        )
+
+
+def _check_bias(bias: object, report: Report) -> None:
+    if bias is None or bias == "none":
+        return
+    if bias in ("all", "lora_only"):
+        report.refuse(f"bias={bias}: the adapter replaces biases of the base, which is not served")
+    else:
+        report.refuse("bias must be none, all or lora_only")
+
+
+def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
+    rank = _value(raw, "r", _is_rank, "must be a positive integer", report)
+    alpha = _value(raw, "lora_alpha", _is_number, "must be a finite number", report)
+    rank_pattern = _table(raw, "rank_pattern", _is_rank, "positive integers", report)
+    alpha_pattern = _table(raw, "alpha_pattern", _is_number, "finite numbers", report)
+    use_rslora = _flag(raw, "use_rslora", report)
+    use_dora = _flag(raw, "use_dora", report)
+    targets = _targets(raw.get("target_modules"), report)
+    base = raw.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        report.refuse("base_model_name_or_path must be a string or null")
+        base = None
+    if rank is None or alpha is None or rank_pattern is None or alpha_pattern is None:
+        return None
+    return PeftConfig(
+        rank=rank,
+        alpha=float(alpha),
+        rank_pattern=rank_pattern,
+        alpha_pattern=alpha_pattern,
+        use_rslora=use_rslora,
+        use_dora=use_dora,
+        targets=targets,
+        base_model=base or None,
+    )
+
+
+def _value(
+    raw: Mapping[str, Any], name: str, fits: Callable[[object], bool], rule: str, report: Report
+) -> Any:
+    if name not in raw:
+        report.refuse(f"{name} {rule}, but it is missing: no default may stand in")
+    elif not fits(raw[name]):
+        report.refuse(f"{name} {rule}")
+    else:
+        return raw[name]
+    return None
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
+def _table(
+    raw: Mapping[str, Any],
+    name: str,
+    fits: Callable[[object], bool],
+    what: str,
+    report: Report,
+) -> PatternTable[Any] | None:
+    table = raw.get(name)
+    if table is None:
+        table = {}
+    if not isinstance(table, dict) or not all(fits(value) for value in table.values()):
+        report.refuse(f"{name} must be an object whose values are {what}")
+        return None
+    try:
+        return PatternTable(table)
+    except BadPattern as problem:
+        report.refuse(f"{name} {problem}")
+        return None
+
+
+def _flag(raw: Mapping[str, Any], name: str, report: Report) -> bool:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        report.refuse(f"{name} must be true or false")
+    return value is True
+
+
+def _targets(value: object, report: Report) -> tuple[str, ...]:
+    if value is None or isinstance(value, str):  # a regular expression: never run
+        return ()
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(dict.fromkeys(value))
+    report.refuse("target_modules must be a string, a list of strings or null")
+    return ()

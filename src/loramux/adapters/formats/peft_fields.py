@@ -1,0 +1,90 @@
+"""Every field of PEFT's LoraConfig (0.21.2): honoured, without effect, or refused when live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+HONOURED = frozenset(
+    {
+        "peft_type",
+        "task_type",
+        "base_model_name_or_path",
+        "r",
+        "lora_alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "use_rslora",
+        "use_dora",
+        "target_modules",
+        "init_lora_weights",
+        "bias",
+    }
+)
+"""Fields that decide what is served or refused; ``peft_config`` reads each of them."""
+
+INERT: Mapping[str, str] = {
+    "auto_mapping": "informative",
+    "peft_version": "informative",
+    "revision": "informative",
+    "inference_mode": "training",
+    "lora_dropout": "training",
+    "megatron_config": "training",
+    "megatron_core": "training",
+    "eva_config": "initialisation",
+    "corda_config": "initialisation",
+    "loftq_config": "initialisation",
+    "lora_ga_config": "initialisation",
+    "exclude_modules": "weights-decide",
+    "layers_to_transform": "weights-decide",
+    "layers_pattern": "weights-decide",
+    "ensure_weight_tying": "weights-decide",
+    "fan_in_fan_out": "base-decides",
+    "qalora_group_size": "use_qalora-decides",
+    "runtime_config": "training",
+    "merge_weights": "training",
+}
+"""Fields that change no answer whatever their value, and why.
+
+``weights-decide``: the modules are those that have tensors in the weight file.
+``initialisation``: used only as ``init_lora_weights`` says, which is read.
+"""
+
+REFUSED_WHEN_LIVE: Mapping[str, str] = {
+    "modules_to_save": "the adapter replaces whole modules of the base",
+    "trainable_token_indices": "the adapter replaces single token embeddings",
+    "target_parameters": "LoRA on parameters such as those of experts",
+    "layer_replication": "it changes the base model: layers are repeated",
+    "lora_bias": "B has a bias of its own",
+    "alora_invocation_tokens": "activated LoRA (aLoRA) acts on a part of the prompt only",
+    "use_qalora": "QALoRA pools the input of A",
+    "use_bdlora": "BD-LoRA stores block-diagonal matrices",
+    "kasa_config": "KaSA changes the base weights and adds a diagonal between A and B",
+    "monteclora_config": "MonteCLoRA samples its weights",
+    "velora_config": "VeLoRA stores tensors that are not read here",
+    "arrow_config": "Arrow routes between several adapters",
+    "enable_lora": "LoRA on a part of a fused projection",
+}
+"""Fields that change the arithmetic in a way that is not served, and what they do."""
+
+KNOWN = HONOURED | INERT.keys() | REFUSED_WHEN_LIVE.keys()
+
+INERT_INITS = frozenset({"gaussian", "orthogonal", "eva", "mica"})
+"""Values of ``init_lora_weights`` that leave the base as it is (so do true, false and null)."""
+
+BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of values for which training changed the base: the file is relative to that base."""
+
+HEADLESS_TASKS: Mapping[str, str] = {
+    "SEQ_CLS": "sequence classification",
+    "TOKEN_CLS": "token classification",
+    "QUESTION_ANS": "extractive question answering",
+    "FEATURE_EXTRACTION": "feature extraction",
+}
+"""Tasks that do not generate text, so that a language model's answers mean nothing for them."""
+
+
+def is_live(value: object) -> bool:
+    """Whether a field is set: anything but null, false and empty containers or strings."""
+    if value is None or value is False:
+        return False
+    return not (isinstance(value, dict | list | str) and not value)

@@ -1,0 +1,134 @@
+"""Where each adapter lives: the one place that decides slots. Workers carry out its orders."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+
+from loramux.plan import SlotClear, SlotLoad, SlotOrder
+from loramux.types import AdapterId, Slot
+
+
+class Residency:
+    """Slots and device bytes, given to adapters in use and taken from the one idle the longest.
+
+    Every load has a new generation, so weights that were evicted and loaded again can never be
+    mistaken for those a stale table still points at. The base model is slot ``num_slots``.
+    """
+
+    def __init__(self, num_slots: int, capacity_bytes: int) -> None:
+        self.num_slots = num_slots
+        self.capacity_bytes = capacity_bytes
+        self.num_loads = 0
+        self.num_evictions = 0
+        self._bytes: dict[AdapterId, int] = {}
+        self._slot_of: OrderedDict[AdapterId, Slot] = OrderedDict()  # least recently placed first
+        self._pinned: set[AdapterId] = set()
+        self._free = [Slot(slot) for slot in reversed(range(num_slots))]
+        self._used_bytes = 0
+        self._generation = 0
+
+    @property
+    def base_slot(self) -> Slot:
+        return Slot(self.num_slots)
+
+    @property
+    def num_resident(self) -> int:
+        return len(self._slot_of)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
+
+    def objection(self, num_bytes: int, *, pinned: bool = False) -> str | None:
+        """Why an adapter of this size could never run beside the pinned ones, with the remedy."""
+        pinned_bytes = sum(self._bytes[adapter_id] for adapter_id in self._pinned)
+        largest = max(num_bytes, *self._bytes.values(), 0) if pinned else 0
+        needed = pinned_bytes + num_bytes + largest
+        if needed > self.capacity_bytes:
+            return (
+                f"it needs {num_bytes:,} bytes, of the device cache of {self.capacity_bytes:,} "
+                f"{pinned_bytes:,} are pinned: start with --device-cache {needed} or more"
+            )
+        if pinned and len(self._pinned) + 1 >= self.num_slots:
+            return (
+                f"pinning it would leave no slot for others: start with --max-loras "
+                f"{self.num_slots + 1} or more, or load it without pinned"
+            )
+        return None
+
+    def add(self, adapter_id: AdapterId, num_bytes: int, *, pinned: bool = False) -> None:
+        """Make an adapter known whose host copy exists and to which there is no objection."""
+        self._bytes[adapter_id] = num_bytes
+        self.set_pinned(adapter_id, pinned)
+
+    def set_pinned(self, adapter_id: AdapterId, pinned: bool) -> None:
+        """A pinned adapter keeps its slot while idle, once it has one."""
+        (self._pinned.add if pinned else self._pinned.discard)(adapter_id)
+
+    def knows(self, adapter_id: AdapterId) -> bool:
+        return adapter_id in self._bytes
+
+    def slot_of(self, adapter_id: AdapterId | None) -> Slot:
+        """The slot of a resident adapter; None is the base model."""
+        return self.base_slot if adapter_id is None else self._slot_of[adapter_id]
+
+    def find_slot(self, adapter_id: AdapterId) -> Slot | None:
+        return self._slot_of.get(adapter_id)
+
+    def place(
+        self, adapter_id: AdapterId, in_use: Collection[AdapterId]
+    ) -> tuple[SlotOrder, ...] | None:
+        """Orders that make the adapter resident (none if it is), or None if it must wait.
+
+        Adapters ``in_use`` keep their slots. Nothing changes when the answer is None.
+        """
+        if adapter_id in self._slot_of:
+            self._slot_of.move_to_end(adapter_id)
+            return ()
+        victims = self._victims(self._bytes[adapter_id], in_use)
+        if victims is None:
+            return None
+        orders: list[SlotOrder] = [SlotClear(self._evict(victim)) for victim in victims]
+        slot = self._free.pop()
+        self._slot_of[adapter_id] = slot
+        self._used_bytes += self._bytes[adapter_id]
+        self._generation += 1
+        self.num_loads += 1
+        return (*orders, SlotLoad(slot, adapter_id, self._generation))
+
+    def forget(self, adapter_id: AdapterId) -> SlotClear | None:
+        """Drop an adapter that nobody uses; the order that frees its slot, if it has one."""
+        slot = self._evict(adapter_id) if adapter_id in self._slot_of else None
+        del self._bytes[adapter_id]
+        self._pinned.discard(adapter_id)
+        return None if slot is None else SlotClear(slot)
+
+    def check(self) -> None:
+        """Assert that slots and bytes add up."""
+        slots = [*self._free, *self._slot_of.values()]
+        assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or held twice"
+        assert self._used_bytes == sum(self._bytes[a] for a in self._slot_of)
+        assert self._used_bytes <= self.capacity_bytes
+        assert self.num_loads == self._generation
+        assert self._pinned <= self._bytes.keys()
+
+    def _victims(self, num_bytes: int, in_use: Collection[AdapterId]) -> list[AdapterId] | None:
+        """Idle adapters, least recently used first, whose slots and bytes are enough."""
+        free_slots, free_bytes = len(self._free), self.capacity_bytes - self._used_bytes
+        victims: list[AdapterId] = []
+        for candidate in self._slot_of:
+            if free_slots and num_bytes <= free_bytes:
+                break
+            if candidate not in in_use and candidate not in self._pinned:
+                victims.append(candidate)
+                free_slots += 1
+                free_bytes += self._bytes[candidate]
+        return victims if free_slots and num_bytes <= free_bytes else None
+
+    def _evict(self, adapter_id: AdapterId) -> Slot:
+        slot = self._slot_of.pop(adapter_id)
+        self._used_bytes -= self._bytes[adapter_id]
+        self._free.append(slot)
+        self.num_evictions += 1
+        return slot

@@ -1,0 +1,117 @@
+"""The life of an adapter in the engine: named, held by requests, freed when nobody holds it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from loramux.adapters.catalog import Catalog, Entry
+from loramux.adapters.residency import Residency
+from loramux.adapters.sources import find_directory
+from loramux.adapters.spec import PreparedAdapter
+from loramux.engine.interface import Worker
+from loramux.errors import AdapterRefused
+from loramux.types import AdapterId, AdapterInfo
+
+log = logging.getLogger(__name__)
+
+
+class AdapterDesk:
+    """Keeps catalog, residency and worker in step. Called from the engine's thread."""
+
+    def __init__(self, catalog: Catalog, residency: Residency, worker: Worker) -> None:
+        self._catalog = catalog
+        self._residency = residency
+        self._worker = worker
+
+    def register(
+        self, name: str, source: str, prepared: PreparedAdapter, *, pinned: bool, replace: bool
+    ) -> AdapterInfo:
+        """Give an adapter that has been read a name.
+
+        Raises AdapterExists, or AdapterRefused if it could never have a slot; then nothing changes.
+        """
+        self._catalog.check_name(name, replace=replace)
+        adapter_id = prepared.adapter_id
+        known = self._residency.knows(adapter_id)
+        if not known or pinned:
+            objection = self._residency.objection(prepared.num_bytes, pinned=pinned)
+            if objection is not None:
+                raise AdapterRefused(name, [objection])
+        if not known:
+            self._worker.install(prepared)
+            self._residency.add(adapter_id, prepared.num_bytes)
+        entry = Entry(
+            name=name,
+            adapter_id=adapter_id,
+            source=source,
+            num_bytes=prepared.num_bytes,
+            max_rank=prepared.max_rank,
+            pinned=pinned,
+            warnings=prepared.warnings,
+        )
+        self._let_go(self._catalog.add(entry, replace=replace))
+        self._settle_pins()
+        _log_loaded(entry)
+        return self._describe(entry)
+
+    def unregister(self, name: str) -> None:
+        """Take a name away; running requests finish. Raises UnknownAdapter."""
+        self._let_go(self._catalog.remove(name))
+        self._settle_pins()
+        log.info("adapter %r unloaded", name)
+
+    def release(self, adapter_id: AdapterId | None) -> None:
+        """A sequence that held the adapter has ended."""
+        if adapter_id is not None:
+            self._let_go(self._catalog.release(adapter_id))
+
+    def infos(self) -> list[AdapterInfo]:
+        return [self._describe(entry) for entry in self._catalog]
+
+    def _let_go(self, adapter_ids: Iterable[AdapterId]) -> None:
+        """Free adapters that no name and no request holds, in every tier."""
+        for adapter_id in adapter_ids:
+            order = self._residency.forget(adapter_id)
+            if order is not None:
+                self._worker.apply((order,))
+            self._worker.drop(adapter_id)
+
+    def _settle_pins(self) -> None:
+        """An id is pinned while one of its names is."""
+        wanted: dict[AdapterId, bool] = {}
+        for entry in self._catalog:
+            wanted[entry.adapter_id] = wanted.get(entry.adapter_id, False) or entry.pinned
+        for adapter_id, pinned in wanted.items():
+            self._residency.set_pinned(adapter_id, pinned)
+
+    def _describe(self, entry: Entry) -> AdapterInfo:
+        return AdapterInfo(
+            name=entry.name,
+            adapter_id=entry.adapter_id,
+            source=entry.source,
+            num_bytes=entry.num_bytes,
+            max_rank=entry.max_rank,
+            pinned=entry.pinned,
+            slot=self._residency.find_slot(entry.adapter_id),
+            in_flight=self._catalog.in_flight(entry.adapter_id),
+            warnings=entry.warnings,
+        )
+
+
+def read_adapter(worker: Worker, name: str, source: str) -> PreparedAdapter:
+    """Find, read and check an adapter, in any thread. Raises AdapterError."""
+    return worker.read_adapter(name, find_directory(name, source))
+
+
+def _log_loaded(entry: Entry) -> None:
+    log.info(
+        "adapter %r loaded from %s: id %s, rank %d, %.1f MB",
+        entry.name,
+        entry.source,
+        entry.adapter_id[:12],
+        entry.max_rank,
+        entry.num_bytes / 1e6,
+    )
+    for warning in entry.warnings:
+        log.warning("adapter %r: %s", entry.name, warning)

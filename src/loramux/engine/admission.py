@@ -1,0 +1,92 @@
+"""Turns a request from outside into sequences, or refuses it with the reason."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loramux.adapters.catalog import Catalog
+from loramux.errors import InvalidRequest
+from loramux.scheduling.request import Request
+from loramux.types import GenerationRequest, RequestId
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What any request must keep to."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class Admission:
+    """Checks requests against the limits and the catalog; holds their adapters while they run."""
+
+    def __init__(self, catalog: Catalog, limits: Limits) -> None:
+        self.catalog = catalog
+        self.limits = limits
+
+    def admit(self, request: GenerationRequest) -> list[Request]:
+        """One sequence for each completion asked for, all holding the adapter.
+
+        Raises UnknownModel or InvalidRequest, and then holds nothing.
+        """
+        params = request.params
+        prompt = list(request.prompt_token_ids)
+        self._check_tokens(prompt)
+        max_total = self._check_length(len(prompt), params.max_tokens)
+        if params.min_tokens > max_total - len(prompt):
+            raise InvalidRequest(
+                f"min_tokens ({params.min_tokens}) does not fit behind {len(prompt)} prompt tokens",
+                "min_tokens",
+            )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        parent_id = request.request_id or RequestId(f"req-{uuid.uuid4().hex}")
+        seed = random.getrandbits(63) if params.seed is None else params.seed
+        adapter_id = self.catalog.hold(request.model, params.n)
+        return [
+            Request(
+                request_id=RequestId(f"{parent_id}/{index}"),
+                parent_id=parent_id,
+                index=index,
+                params=params,
+                seed=seed + index,
+                adapter_id=adapter_id,
+                tokens=list(prompt),
+                num_prompt_tokens=len(prompt),
+                max_total_tokens=max_total,
+            )
+            for index in range(params.n)
+        ]
+
+    def _check_tokens(self, prompt: Sequence[int]) -> None:
+        if not prompt:
+            raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
+        if not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+            raise InvalidRequest("prompt token ids must be integers", "prompt")
+        self._check_ids("prompt", prompt)
+
+    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+        vocab = self.limits.vocab_size
+        wrong = next((t for t in ids if not 0 <= t < vocab), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token id {wrong} is not in 0 … {vocab - 1}", param)
+
+    def _check_length(self, prompt: int, max_tokens: int | None) -> int:
+        """Length of prompt and output together."""
+        limit = self.limits.max_model_len
+        if prompt >= limit:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens and the context {limit}: "
+                f"shorten it to {limit - 1} or less",
+                "prompt",
+            )
+        if max_tokens is not None and prompt + max_tokens > limit:
+            raise InvalidRequest(
+                f"max_tokens ({max_tokens}) and the prompt ({prompt} tokens) exceed the context of "
+                f"{limit}: ask for {limit - prompt} tokens or less",
+                "max_tokens",
+            )
+        return limit if max_tokens is None else prompt + max_tokens

@@ -1,0 +1,176 @@
+"""The offline engine: prompts in, finished answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from loramux.config import EngineOptions
+from loramux.engine.adapters import read_adapter
+from loramux.engine.build import build_parts
+from loramux.errors import InvalidRequest
+from loramux.types import (
+    AdapterInfo,
+    Completion,
+    Delta,
+    EngineStats,
+    GenerationRequest,
+    RequestId,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A base model with adapters, in the calling thread.
+
+    >>> llm = LLM("path/to/base", adapters={"pirate": "path/to/pirate"})
+    >>> llm.generate(["Hello", "Hello"], adapter=[None, "pirate"])  # one batch
+
+    Raises ConfigError, ModelNotServable or AdapterError when something cannot be served.
+    """
+
+    def __init__(
+        self,
+        base: str,
+        *,
+        adapters: Mapping[str, str] | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        """``adapters`` maps names to directories."""
+        parts = build_parts(base, options or EngineOptions())
+        self._core = parts.core
+        self._worker = parts.worker
+        self._admission = parts.admission
+        self.text = parts.text
+        for name, source in (adapters or {}).items():
+            self.load_adapter(name, source)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None | Sequence[str | None] = None,
+    ) -> list[RequestOutput]:
+        """Answer prompts (texts or token ids) in one continuous batch, in their order.
+
+        ``params`` and ``adapter`` are for all prompts or one for each; None is the base model.
+        Raises UnknownModel or InvalidRequest, and then runs nothing.
+        """
+        prompt_ids = [
+            self.text.encode(p) if isinstance(p, str) else list(p) for p in _as_prompts(prompts)
+        ]
+        all_params = _one_each(
+            "params", params or SamplingParams(), len(prompt_ids), SamplingParams
+        )
+        models = _one_each("adapter", adapter, len(prompt_ids), str | None)
+        requests = [
+            GenerationRequest(prompt_token_ids=ids, params=p, model=model)
+            for ids, p, model in zip(prompt_ids, all_params, models, strict=True)
+        ]
+        return self._run(requests)
+
+    def chat(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | None | Sequence[str | None] = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations (lists of messages) through the model's chat template."""
+        prompts = [self.text.render_chat(messages) for messages in conversations]
+        return self.generate(prompts, params, adapter=adapter)
+
+    def load_adapter(self, name: str, source: str, *, replace: bool = False) -> AdapterInfo:
+        """Read, check and name an adapter. Raises AdapterError with every reason."""
+        self._admission.catalog.check_name(name, replace=replace)
+        prepared = read_adapter(self._worker, name, source)
+        return self._core.adapters.register(name, source, prepared, pinned=False, replace=replace)
+
+    def unload_adapter(self, name: str) -> None:
+        """Free an adapter. Raises UnknownAdapter."""
+        self._core.adapters.unregister(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        return self._core.adapters.infos()
+
+    def stats(self) -> EngineStats:
+        return self._core.stats()
+
+    def _run(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+        outputs: dict[RequestId, _Output] = {}
+        try:
+            for request in requests:
+                sequences = self._admission.admit(request)
+                self._core.add(sequences)
+                outputs[sequences[0].parent_id] = _Output(request, len(sequences))
+            while self._core.has_work:
+                for delta in self._core.step():
+                    outputs[delta.request_id].push(delta)
+        except BaseException:
+            for request_id in outputs:
+                self._core.abort(request_id)
+            raise
+        return [output.finished(request_id) for request_id, output in outputs.items()]
+
+
+class _Output:
+    """Collects the deltas of one request."""
+
+    def __init__(self, request: GenerationRequest, num_completions: int) -> None:
+        self._request = request
+        self._texts = [""] * num_completions
+        self._tokens: list[list[int]] = [[] for _ in range(num_completions)]
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_completions)]
+        self._last: dict[int, Delta] = {}
+        self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+
+    def push(self, delta: Delta) -> None:
+        self._texts[delta.index] += delta.text
+        self._tokens[delta.index] += delta.token_ids
+        self._logprobs[delta.index] += delta.logprobs
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self._last[delta.index] = delta
+
+    def finished(self, request_id: RequestId) -> RequestOutput:
+        return RequestOutput(
+            request_id=request_id,
+            prompt_token_ids=tuple(self._request.prompt_token_ids),
+            completions=tuple(self._completion(i) for i in range(len(self._texts))),
+            adapter=self._request.model,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+    def _completion(self, index: int) -> Completion:
+        last = self._last[index]
+        assert last.finish_reason is not None
+        return Completion(
+            index=index,
+            text=self._texts[index],
+            token_ids=tuple(self._tokens[index]),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            logprobs=tuple(self._logprobs[index]),
+        )
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _one_each(name: str, value: Any, count: int, kind: Any) -> list[Any]:
+    """A value for all prompts, or the list with one for each. Raises InvalidRequest."""
+    if isinstance(value, kind):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts", name)
+    return list(value)

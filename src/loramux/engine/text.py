@@ -1,0 +1,171 @@
+"""Text to tokens and back, by a transformers tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from loramux.errors import InvalidRequest
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer writes for bytes that are no whole character, or not yet."""
+
+_MORE_BYTES = 3
+"""A UTF-8 character has at most this many bytes after its first one."""
+
+
+class HFText:
+    """The engine's TextCodec over ``tokenizer``."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(
+            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a prompt, with the special tokens that the tokenizer adds by itself.
+
+        Raises InvalidRequest for text that UTF-8 cannot hold.
+        """
+        _check_unicode(text, "prompt")
+        return _flat_ids(self._tokenizer.encode(text))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``, byte for byte: spaces are never tidied up."""
+        text = self._tokenizer.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        assert isinstance(text, str)
+        return text
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh one for one completion."""
+        return Detokenizer(
+            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens),
+            skipped=self._special if skip_special_tokens else frozenset(),
+        )
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation that ends where the assistant speaks.
+
+        The text parts of a message are joined by line breaks. Raises InvalidRequest when the model
+        has no chat template, the template refuses, or a part is no text.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "the model has no chat template: send a prompt to /v1/completions instead",
+                "messages",
+            )
+        conversation = [_with_plain_content(message) for message in messages]
+        try:
+            ids = self._tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses the messages: {error}", "messages"
+            ) from error
+        return _flat_ids(ids)
+
+
+class Detokenizer:
+    """Turns one completion's tokens into text as they come.
+
+    The pieces hold whole characters and concatenate to the decoded text of all tokens. Work per
+    token is constant: a token is decoded with the few before it that its text may depend on.
+
+    tokenizers' DecodeStream does the same for fast tokenizers, but it cannot give out what it holds
+    back at the end, and it holds back all of a run of bytes that never become a character.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], *, skipped: frozenset[int] = frozenset()
+    ) -> None:
+        """``decode`` gives the text of tokens; ``skipped`` are tokens that it leaves out."""
+        self._decode = decode
+        self._skipped = skipped
+        self._context: list[int] = []
+        """The tokens last shown: some tokenizers write a token otherwise where a text begins."""
+        self._context_text = ""
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        """The whole characters that ``token_id`` completes, often all of its own."""
+        if token_id in self._skipped:
+            return ""  # nor may it become the context: it would look like the text's beginning
+        self._pending.append(token_id)
+        text = self._decode(self._context + self._pending)
+        if not text.endswith(_UNFINISHED):
+            return self._show(len(self._pending), text)
+        return self._show_settled(text)
+
+    def finish(self) -> str:
+        """What is still held back: the beginning of a character that was never completed."""
+        text = self._decode(self._context + self._pending)
+        return self._show(len(self._pending), text)
+
+    def _show_settled(self, text: str) -> str:
+        """Show pending tokens that no further byte can change, though no character ends here."""
+        settled = len(self._pending) - _MORE_BYTES
+        if settled <= 0:
+            return ""
+        head = self._decode(self._context + self._pending[:settled])
+        # The bytes after the cut are enough to complete any character that would stand across it.
+        if head + self._decode(self._pending[settled:]) != text:
+            return ""
+        return self._show(settled, head)
+
+    def _show(self, count: int, text: str) -> str:
+        """Move ``count`` tokens from pending to context; ``text`` is that of both."""
+        shown = self._pending[:count]
+        if text.startswith(self._context_text):
+            new = text[len(self._context_text) :]
+        else:  # a byte-fallback decoder has taken back a character for the broken bytes after it
+            new = self._decode(shown)
+        if new:
+            self._context, self._pending = shown, self._pending[count:]
+            self._context_text = self._decode(self._context)
+        return new
+
+
+def _check_unicode(text: str, param: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{param} holds half a surrogate pair at character {error.start}: "
+            "send text that is valid Unicode",
+            param,
+        ) from None
+
+
+def _with_plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of ``message`` whose content is a string, where it has one."""
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, list | tuple):
+        plain["content"] = content = "\n".join(map(_part_text, content))
+    if isinstance(content, str):
+        _check_unicode(content, "messages")
+    return plain
+
+
+def _part_text(part: object) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part["text"], str):
+        return part["text"]
+    raise InvalidRequest("messages may hold text only: each part needs type text", "messages")
+
+
+def _flat_ids(ids: Any) -> list[int]:
+    """Token ids out of what tokenizers answer: a list, a batch of one, or a mapping with either."""
+    if isinstance(ids, Mapping):
+        ids = ids["input_ids"]
+    if len(ids) == 1 and not isinstance(ids[0], int):
+        ids = ids[0]
+    return [int(token) for token in ids]

@@ -1,0 +1,94 @@
+"""The device tier: one arena at a fixed address, and which part of it each slot's adapter has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loramux.ops.layout import ALIGN_BYTES
+from loramux.types import Slot
+
+
+@dataclass(slots=True)
+class _Extent:
+    start: int
+    length: int
+
+
+class DeviceStore:
+    """Blocks of adapter weights in one allocation; starts and lengths count in elements.
+
+    The caller keeps the sum of all blocks within ``num_elements``. When a block fits only after
+    the free room is brought together, the others are moved: ``allocate`` says which slots did.
+    """
+
+    def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+        unit = ALIGN_BYTES // dtype.itemsize
+        self.unit = unit
+        """Elements in one unit of the tables' offsets."""
+        num_elements = -(-num_bytes // dtype.itemsize // unit) * unit
+        self.arena = torch.empty(num_elements, dtype=dtype, device=device)
+        assert self.arena.data_ptr() % ALIGN_BYTES == 0
+        self._extents: dict[Slot, _Extent] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(e.length for e in self._extents.values()) * self.arena.element_size()
+
+    def start_of(self, slot: Slot) -> int:
+        """First element of a slot's block."""
+        return self._extents[slot].start
+
+    def load(self, slot: Slot, block: Tensor) -> list[Slot]:
+        """Copy a host block in; the slots whose blocks had to move, which is mostly none."""
+        assert slot not in self._extents, "a slot must be cleared before it is filled"
+        moved: list[Slot] = []
+        start = self._find_room(block.numel())
+        if start is None:
+            moved = self._compact()
+            start = self._find_room(block.numel())
+        assert start is not None, "the residency let more bytes in than the arena has"
+        self.arena[start : start + block.numel()].copy_(block, non_blocking=True)
+        self._extents[slot] = _Extent(start, block.numel())
+        return moved
+
+    def clear(self, slot: Slot) -> None:
+        """Free a slot's block."""
+        del self._extents[slot]
+
+    def check(self) -> None:
+        """Assert that blocks are aligned, inside the arena and apart."""
+        end = 0
+        for extent in self._in_order():
+            assert extent.start >= end, "two blocks overlap"
+            assert extent.start % self.unit == 0
+            end = extent.start + extent.length
+        assert end <= self.arena.numel()
+
+    def _find_room(self, length: int) -> int | None:
+        """Start of the first gap that is long enough."""
+        cursor = 0
+        for extent in self._in_order():
+            if extent.start - cursor >= length:
+                return cursor
+            cursor = extent.start + extent.length
+        return cursor if self.arena.numel() - cursor >= length else None
+
+    def _compact(self) -> list[Slot]:
+        """Move every block as far to the front as it goes."""
+        cursor = 0
+        moved: list[Slot] = []
+        for slot, extent in sorted(self._extents.items(), key=lambda item: item[1].start):
+            if extent.start != cursor:
+                source = self.arena[extent.start : extent.start + extent.length]
+                # Source and target may overlap, so the block goes by way of a copy.
+                self.arena[cursor : cursor + extent.length] = source.clone()
+                extent.start = cursor
+                moved.append(slot)
+            cursor += extent.length
+        return moved
+
+    def _in_order(self) -> list[_Extent]:
+        return sorted(self._extents.values(), key=lambda extent: extent.start)

@@ -1,0 +1,101 @@
+"""What a base model is made of, found by one forward pass instead of a list of architectures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from loramux.adapters.spec import BaseLayout, ModuleShape
+from loramux.errors import ModelNotServable
+from loramux.lora.weights import ModuleTable
+from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam, Recorder
+from loramux.model.load import BaseModel
+from loramux.ops.attention import AttentionParams, KvShape
+
+_PROBE_TOKENS = 5
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Attention layers and the linears that can take LoRA."""
+
+    attention: dict[int, tuple[KvShape, AttentionParams]]
+    modules: ModuleTable
+    layout: BaseLayout
+
+
+def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
+    """Run a few tokens through the model and note what happened. Raises ModelNotServable.
+
+    A linear can take LoRA if it lies inside the layers, is no output head and sees every token of
+    the step exactly once: only then are its rows those of the routing.
+    """
+    model = base.model
+    recorder = Recorder(base.name)
+    seam.handler = recorder
+    seam.use(IMPLEMENTATION)
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if linear_shape(module) is not None and module is not model.get_output_embeddings()
+    }
+    calls: Counter[str] = Counter()
+    hooks = [
+        module.register_forward_hook(_counter(calls, name)) for name, module in linears.items()
+    ]
+    try:
+        tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None] % base.vocab_size
+        with torch.inference_mode():
+            model(input_ids=tokens, position_ids=torch.arange(_PROBE_TOKENS)[None], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_layers = model.config.get_text_config().num_hidden_layers
+    if sorted(recorder.layers) != list(range(num_layers)):
+        raise ModelNotServable(
+            base.name,
+            f"{len(recorder.layers)} of its {num_layers} layers use transformers' attention "
+            "interface; the others keep a state of their own, which paged attention cannot hold",
+        )
+    names = tuple(name for name in linears if calls[name] == 1)
+    shapes = tuple(_shape(linears[name]) for name in names)
+    everything = frozenset(name for name, _ in model.named_modules() if name)
+    return Anatomy(
+        attention=recorder.layers,
+        modules=ModuleTable(names, shapes),
+        layout=BaseLayout(base.name, dict(zip(names, shapes, strict=True)), everything - {*names}),
+    )
+
+
+def linear_shape(module: nn.Module) -> ModuleShape | None:
+    """The shape of a linear, or None for anything else."""
+    if isinstance(module, nn.Linear):
+        return ModuleShape(module.in_features, module.out_features)
+    if isinstance(module, Conv1D):
+        return ModuleShape(module.nx, module.nf)
+    return None
+
+
+def linear_weight(module: nn.Module) -> Tensor:
+    """The weight as ``[out, in]``, whichever way the module stores it."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def _shape(module: nn.Module) -> ModuleShape:
+    shape = linear_shape(module)
+    assert shape is not None
+    return shape
+
+
+def _counter(calls: Counter[str], name: str) -> Any:
+    def count(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        whole = args and args[0].shape[:-1].numel() == _PROBE_TOKENS
+        calls[name] += 1 if whole else 2  # 2: never taken for "once, with every token"
+
+    return count

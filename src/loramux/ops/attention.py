@@ -1,0 +1,59 @@
+"""What an attention backend must do: paged attention over all sequences of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Key and value heads of one attention layer."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSequence:
+    """Rows ``first_row … first_row + num_tokens - 1`` of a step are one sequence's newest tokens."""
+
+    first_row: int
+    num_tokens: int
+    num_cached: int
+    """Tokens before them, whose keys and values are in the blocks."""
+    block_table: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionParams:
+    """What a layer may vary."""
+
+    scale: float
+    window: int | None = None
+    """A token sees itself and the ``window - 1`` tokens before it; None sees all."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)`` before the softmax."""
+
+
+class AttentionBackend(Protocol):
+    """Keeps the KV cache and computes causal attention; chosen once at start."""
+
+    name: str
+
+    def begin_step(self, sequences: Sequence[AttentionSequence]) -> None:
+        """Say which sequences the next forward is about."""
+        ...
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
+    ) -> Tensor:
+        """Write k and v ``[T, kv heads, dim]`` to the cache; q ``[T, heads, dim]`` attends.
+
+        Returns ``[T, heads, value dim]``. Query heads share key heads in consecutive groups.
+        """
+        ...

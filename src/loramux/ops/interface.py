@@ -1,0 +1,96 @@
+"""What a LoRA backend must do. One is chosen at start, logged, and used for every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One module's part of a site's output: columns ``start … start + size - 1``."""
+
+    module: int
+    """Row of the slot tables."""
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Site:
+    """One linear of the base as it runs; a fused one has a slice for each module in it."""
+
+    slices: tuple[Slice, ...]
+    in_features: int
+    bias: Tensor | None
+    """The base's bias ``[out]``, which y already contains and which DoRA's gain must not scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows ``start … end - 1`` of the sorted order; all of one slot, never the base's."""
+
+    slot: int
+    start: int
+    end: int
+
+
+class Routing(Protocol):
+    """Token -> slot of this step; ``lora.routing`` owns and fills it.
+
+    ``token_slot [T]`` int32: slot of each row. ``sorted_rows [T]`` int32: the rows in stable order
+    of slot, the base's last. ``slot_start [slots + 2]`` int32: where each slot's rows begin in that
+    order; the last entry is T. Rows beyond ``num_tokens`` point at the base slot.
+    """
+
+    token_slot: Tensor
+    sorted_rows: Tensor
+    slot_start: Tensor
+    num_tokens: int
+    segments: tuple[Segment, ...]
+    """Host copy of the sorted order's runs; empty when only the base takes part."""
+    in_order: bool
+    """The rows stand in sorted order already, so ``sorted_rows`` is 0, 1, 2, …"""
+
+
+class SlotTables(Protocol):
+    """Where weights stand, ``[modules, slots + 1]``; ``lora.slots`` owns and writes them.
+
+    Offsets are int64 in units of 16 bytes from the arena's start, ranks int32; rank 0 means "no
+    weights here". ``host_*`` are the same tables as numpy arrays.
+    """
+
+    offset_a: Tensor
+    offset_b: Tensor
+    offset_g: Tensor
+    rank: Tensor
+    has_gain: Tensor
+    host_offset_a: np.ndarray
+    host_offset_b: np.ndarray
+    host_offset_g: np.ndarray
+    host_rank: np.ndarray
+    host_has_gain: np.ndarray
+    version: list[int]
+    """Grows with every change of a slot's column, so that what was derived from it can tell."""
+
+
+class LoraOps(Protocol):
+    """The LoRA op over all rows of a step."""
+
+    name: str
+
+    def lora_add_(
+        self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing
+    ) -> None:
+        """Semantics, for every row t and every slice whose module has rank > 0 in t's slot:
+
+            y[t] = g * (y[t] - bias + B (A x[t])) + bias        (g = 1 without DoRA)
+
+        y ``[T, out]`` and x ``[T, in]``; A ``[r, in]``, B ``[out, r]`` (scale folded in) and
+        g ``[out]`` stand in ``arena`` where ``tables`` says. Rows of the base slot keep every bit.
+        """
+        ...

@@ -1,0 +1,23 @@
+"""How adapter weights stand in the arena; the one layout that packing and kernels share.
+
+For each module, every start a multiple of 16 bytes, padding zero:
+
+    A  [rank, pad(in)]
+    B  [out, pad(rank)]     holds scale * B
+    g  [pad(out)]           DoRA gain m / ||W + scale B A|| per output row; only with DoRA
+
+Ranks are the adapter's own, module by module.
+"""
+
+from __future__ import annotations
+
+ALIGN_BYTES = 16
+"""Offsets count in this unit, so that a kernel's addresses are aligned by construction."""
+
+VECTOR = 8
+"""Elements that a kernel loads at once; leading dimensions are multiples of it."""
+
+
+def pad(size: int) -> int:
+    """``size`` rounded up to whole vectors."""
+    return -(-size // VECTOR) * VECTOR

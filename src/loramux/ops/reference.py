@@ -1,0 +1,92 @@
+"""The LoRA op in plain torch: what every kernel is compared with, and what runs on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from loramux.ops.interface import Routing, Site, Slice, SlotTables
+from loramux.ops.layout import ALIGN_BYTES, pad
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """One module's weights in one slot, as matrices over the arena."""
+
+    version: int
+    a_t: Tensor | None
+    """A transposed, ``[in, r]``; None where the rank is 0."""
+    b_t: Tensor
+    """B transposed, ``[r, out]``."""
+    gain: Tensor | None
+
+
+class ReferenceOps:
+    """Works through the segments of a step: two products for each adapter and slice."""
+
+    name = "reference"
+
+    def __init__(self) -> None:
+        # Making three views costs as much as a small product, so they are kept while the slot
+        # stays what it is.
+        self._views: dict[tuple[int, int], _Views] = {}
+
+    def lora_add_(
+        self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing
+    ) -> None:
+        for segment in routing.segments:
+            if routing.in_order:
+                x_rows, y_rows = x[segment.start : segment.end], y[segment.start : segment.end]
+                self._add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
+            else:
+                rows = routing.sorted_rows[segment.start : segment.end]
+                y_rows = y.index_select(0, rows)
+                self._add_rows(
+                    y_rows, x.index_select(0, rows), segment.slot, site, arena, tables
+                )
+                y.index_copy_(0, rows, y_rows)
+
+    def _add_rows(
+        self, y: Tensor, x: Tensor, slot: int, site: Site, arena: Tensor, tables: SlotTables
+    ) -> None:
+        """All rows belong to one slot."""
+        for part in site.slices:
+            views = self._views.get((part.module, slot))
+            if views is None or views.version != tables.version[slot]:
+                views = _make_views(part, slot, site.in_features, arena, tables)
+                self._views[part.module, slot] = views
+            if views.a_t is None:
+                continue
+            whole = part.start == 0 and part.size == y.shape[1]
+            y_part = y if whole else y[:, part.start : part.start + part.size]
+            if views.gain is None:
+                y_part.addmm_(x.mm(views.a_t), views.b_t)
+            else:
+                bias = None
+                if site.bias is not None:
+                    bias = site.bias[part.start : part.start + part.size]
+                    y_part.sub_(bias)
+                y_part.addmm_(x.mm(views.a_t), views.b_t).mul_(views.gain)
+                if bias is not None:
+                    y_part.add_(bias)
+
+
+def _make_views(
+    part: Slice, slot: int, in_features: int, arena: Tensor, tables: SlotTables
+) -> _Views:
+    rank = int(tables.host_rank[part.module, slot])
+    version = tables.version[slot]
+    if rank == 0:
+        return _Views(version, None, arena[:0], None)
+    unit = ALIGN_BYTES // arena.element_size()
+    in_pad, rank_pad = pad(in_features), pad(rank)
+    start_a = int(tables.host_offset_a[part.module, slot]) * unit
+    start_b = int(tables.host_offset_b[part.module, slot]) * unit
+    a = arena[start_a : start_a + rank * in_pad].view(rank, in_pad)[:, :in_features]
+    b = arena[start_b : start_b + part.size * rank_pad].view(part.size, rank_pad)[:, :rank]
+    gain = None
+    if tables.host_has_gain[part.module, slot]:
+        start_g = int(tables.host_offset_g[part.module, slot]) * unit
+        gain = arena[start_g : start_g + part.size]
+    return _Views(version, a.t(), b.t(), gain)

@@ -1,0 +1,148 @@
+"""Paged attention in plain torch, for CPUs.
+
+Sequences that add one token are computed together, gathered from their blocks and padded to a
+common length; sequences that add more are computed one by one. The padded length of a sequence
+depends on that sequence alone, so who else takes part does not change its result.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from loramux.ops.attention import AttentionParams, AttentionSequence, KvShape
+
+
+class _Group:
+    """Sequences of one padded length that are computed by one call."""
+
+    def __init__(
+        self, rows: slice | Tensor, num_queries: int, positions: Tensor, cache_rows: Tensor
+    ) -> None:
+        self.rows = rows
+        """Rows of the step, sequence by sequence."""
+        self.num_queries = num_queries
+        self.cache_rows = cache_rows
+        """``[B, L]``: cache row of each key; padding repeats row 0 and is masked."""
+        self._positions = positions
+        self._masks: dict[int | None, Tensor] = {}
+
+    def mask(self, window: int | None) -> Tensor:
+        """``[B, 1, Q, L]`` bool: which keys each query sees."""
+        if window not in self._masks:
+            keys = torch.arange(self.cache_rows.shape[1])
+            distance = self._positions[:, :, None] - keys
+            seen = distance >= 0
+            if window is not None:
+                seen &= distance < window
+            self._masks[window] = seen[:, None]
+        return self._masks[window]
+
+
+class TorchAttention:
+    """Cache rows are ``block * block_size + place in the block``."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        layers: Mapping[int, KvShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._block_size = block_size
+        rows = num_blocks * block_size
+        self._keys = {
+            i: torch.zeros(rows, s.num_kv_heads, s.key_dim, dtype=dtype) for i, s in layers.items()
+        }
+        self._values = {
+            i: torch.zeros(rows, s.num_kv_heads, s.value_dim, dtype=dtype)
+            for i, s in layers.items()
+        }
+        self._write_rows = torch.empty(0, dtype=torch.long)
+        self._groups: list[_Group] = []
+
+    def begin_step(self, sequences: Sequence[AttentionSequence]) -> None:
+        tables = [self._cache_rows(s) for s in sequences]
+        self._write_rows = torch.cat(
+            [t[s.num_cached :] for s, t in zip(sequences, tables, strict=True)]
+        )
+        decodes: defaultdict[int, list[tuple[AttentionSequence, Tensor]]] = defaultdict(list)
+        self._groups = []
+        for sequence, table in zip(sequences, tables, strict=True):
+            if sequence.num_tokens == 1:
+                decodes[_padded_length(len(table))].append((sequence, table))
+            else:
+                self._groups.append(_prefill_group(sequence, table))
+        self._groups += [_decode_group(length, group) for length, group in decodes.items()]
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
+    ) -> Tensor:
+        keys, values = self._keys[layer], self._values[layer]
+        keys[self._write_rows] = k
+        values[self._write_rows] = v
+        num_heads, value_dim = q.shape[1], v.shape[2]
+        out = q.new_empty(q.shape[0], num_heads, value_dim)
+        for group in self._groups:
+            # [B, L, kv heads, dim] -> [B, kv heads, L, dim]
+            gathered_k = keys[group.cache_rows].transpose(1, 2)
+            gathered_v = values[group.cache_rows].transpose(1, 2)
+            queries = q[group.rows].reshape(-1, group.num_queries, num_heads, q.shape[2])
+            answer = _attend(queries, gathered_k, gathered_v, group.mask(params.window), params)
+            out[group.rows] = answer.reshape(-1, num_heads, value_dim)
+        return out
+
+    def _cache_rows(self, sequence: AttentionSequence) -> Tensor:
+        """Cache row of every token of a sequence, cached and new, ``[L]``."""
+        length = sequence.num_cached + sequence.num_tokens
+        blocks = torch.tensor(sequence.block_table, dtype=torch.long)
+        places = torch.arange(self._block_size)
+        return (blocks[:, None] * self._block_size + places).flatten()[:length]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
+    """q ``[B, Q, heads, dim]``, k and v ``[B, kv heads, L, dim]`` -> ``[B, Q, heads, dim]``."""
+    batch, num_queries, num_heads, _ = q.shape
+    num_kv_heads = k.shape[1]
+    per_kv_head = num_heads // num_kv_heads
+    # Query heads of one key head become query rows of it, so that keys are not repeated.
+    rows = q.view(batch, num_queries, num_kv_heads, per_kv_head, -1).permute(0, 2, 3, 1, 4)
+    rows = rows.reshape(batch, num_kv_heads, per_kv_head * num_queries, -1)
+    if num_queries > 1:
+        mask = mask.repeat(1, 1, per_kv_head, 1)
+    if params.softcap is None:
+        answer = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=params.scale)
+    else:
+        scores = (rows @ k.transpose(2, 3)) * params.scale
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+        scores = scores.masked_fill(~mask, float("-inf"))
+        answer = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+    answer = answer.view(batch, num_kv_heads, per_kv_head, num_queries, -1)
+    return answer.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, -1)
+
+
+def _padded_length(length: int) -> int:
+    """Round up in steps of an eighth or more of the length, so that few groups waste little."""
+    step = max(64, 1 << (length.bit_length() - 3))
+    return -(-length // step) * step
+
+
+def _decode_group(length: int, members: Sequence[tuple[AttentionSequence, Tensor]]) -> _Group:
+    rows = torch.tensor([s.first_row for s, _ in members], dtype=torch.long)
+    cache_rows = torch.zeros(len(members), length, dtype=torch.long)
+    for i, (_, table) in enumerate(members):
+        cache_rows[i, : len(table)] = table
+    positions = torch.tensor([[s.num_cached] for s, _ in members])
+    return _Group(rows, 1, positions, cache_rows)
+
+
+def _prefill_group(sequence: AttentionSequence, table: Tensor) -> _Group:
+    rows = slice(sequence.first_row, sequence.first_row + sequence.num_tokens)
+    positions = torch.arange(sequence.num_cached, len(table))[None]
+    return _Group(rows, sequence.num_tokens, positions, table[None])

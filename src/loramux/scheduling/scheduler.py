@@ -1,0 +1,233 @@
+"""Which sequences take part in the next step, with how many tokens and which blocks and slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from loramux.adapters.residency import Residency
+from loramux.plan import Sample, SequenceStep, SlotOrder, StepPlan
+from loramux.scheduling.blocks import BlockAllocator
+from loramux.scheduling.request import Request
+from loramux.types import AdapterId, RequestId
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of one step."""
+
+    max_num_seqs: int
+    max_step_tokens: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan and the requests it is about, in the plan's order."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+
+
+class Scheduler:
+    """Continuous batching: running requests first, in order of arrival, then waiting ones.
+
+    A long prompt is read in chunks of what the token budget leaves. When blocks run out, the
+    request that arrived last is preempted: it loses its blocks, waits at the front and is
+    recomputed later. The request that arrived first can always go on, because one sequence of the
+    greatest length fits into the cache (``fits``), so every request ends.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        blocks: BlockAllocator,
+        residency: Residency,
+        *,
+        forbidden_tokens: Callable[[Request], tuple[int, ...]] = lambda request: (),
+    ) -> None:
+        self._limits = limits
+        self._blocks = blocks
+        self._residency = residency
+        self._forbidden_tokens = forbidden_tokens
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._by_id: dict[RequestId, Request] = {}
+        self._running_adapters: Counter[AdapterId] = Counter()
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def requests(self) -> Iterator[Request]:
+        """All requests that are not finished."""
+        return iter(list(self._by_id.values()))
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether one sequence of this length fits into the KV cache."""
+        return self._num_blocks(num_tokens) <= self._blocks.num_blocks
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has at least one token and whose adapter the residency knows."""
+        assert request.request_id not in self._by_id, "a request id is used twice"
+        assert request.tokens, "an empty prompt has nothing to compute"
+        assert self.fits(request.max_total_tokens), "admission must refuse what cannot fit"
+        self._by_id[request.request_id] = request
+        self._waiting.append(request)
+
+    def remove(self, request: Request) -> None:
+        """Forget a finished or aborted request, whether it runs or waits."""
+        del self._by_id[request.request_id]
+        if request.running:
+            self._stop_running(request)
+        else:
+            self._waiting.remove(request)
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when nothing can run."""
+        budget = self._limits.max_step_tokens
+        chosen: list[tuple[Request, int]] = []
+        preemptions_before = self.num_preemptions
+        for request in list(self._running):
+            if not request.running:
+                continue  # preempted in favour of an earlier request of this same step
+            count = min(request.num_pending, budget)
+            if count and self._grow_or_preempt(request, count):
+                chosen.append((request, count))
+                budget -= count
+        orders: list[SlotOrder] = []
+        if self.num_preemptions == preemptions_before:
+            self._admit(budget, chosen, orders)
+        if not chosen:
+            return None
+        # Rows of one adapter stand together and the base's come last, so that the LoRA ops can
+        # work on ranges instead of gathered rows.
+        chosen.sort(key=lambda item: self._residency.slot_of(item[0].adapter_id))
+        plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
+        return Step(plan, tuple(request for request, _ in chosen))
+
+    def check(self) -> None:
+        """Assert that the queues, blocks and slots agree."""
+        self._blocks.check()
+        self._residency.check()
+        assert set(self._by_id.values()) == {*self._waiting, *self._running}
+        assert len(self._by_id) == len(self._waiting) + len(self._running)
+        held = [block for request in self._by_id.values() for block in request.blocks]
+        assert len(held) == len(set(held)) == self._blocks.num_used, "blocks leaked or shared"
+        for request in self._waiting:
+            assert not request.running
+            assert not request.blocks
+            assert request.num_computed == 0
+        for request in self._running:
+            assert request.running
+            assert request.num_computed < len(request.tokens)
+            assert self._num_blocks(request.num_computed) <= len(request.blocks)
+            if request.adapter_id is not None:
+                self._residency.slot_of(request.adapter_id)
+        adapters = Counter(r.adapter_id for r in self._running if r.adapter_id is not None)
+        assert adapters == +self._running_adapters
+
+    def _grow_or_preempt(self, request: Request, count: int) -> bool:
+        """Give a running request blocks for ``count`` more tokens, at the cost of later arrivals."""
+        while not self._grow(request, count):
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _grow(self, request: Request, count: int) -> bool:
+        missing = self._num_blocks(request.num_computed + count) - len(request.blocks)
+        if missing > 0:
+            blocks = self._blocks.allocate(missing)
+            if blocks is None:
+                return False
+            request.blocks.extend(blocks)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        self._stop_running(request)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        if request.wants_prompt_logprobs:
+            request.prompt_logprobs.clear()  # reported again, from the start
+        self._waiting.insert(0, request)
+        self.num_preemptions += 1
+
+    def _stop_running(self, request: Request) -> None:
+        self._running.remove(request)
+        request.running = False
+        self._blocks.free(request.blocks)
+        request.blocks.clear()
+        if request.adapter_id is not None:
+            self._running_adapters[request.adapter_id] -= 1
+
+    def _admit(
+        self, budget: int, chosen: list[tuple[Request, int]], orders: list[SlotOrder]
+    ) -> None:
+        """Start waiting requests in order; one whose adapter has no slot is passed by others."""
+        for request in list(self._waiting):
+            if not budget or len(self._running) >= self._limits.max_num_seqs:
+                return
+            # Room for everything known so far, not for the first chunk alone: a request that
+            # starts and is preempted in the middle of its prompt has wasted the work.
+            if self._num_blocks(len(request.tokens)) > self._blocks.num_free:
+                return
+            if not self._take_slot(request.adapter_id, orders):
+                continue
+            count = min(request.num_pending, budget)
+            grown = self._grow(request, count)
+            assert grown, "the blocks were counted a moment ago"
+            self._waiting.remove(request)
+            self._running.append(request)
+            request.running = True
+            chosen.append((request, count))
+            budget -= count
+
+    def _take_slot(self, adapter_id: AdapterId | None, orders: list[SlotOrder]) -> bool:
+        if adapter_id is None:
+            return True
+        placed = self._residency.place(adapter_id, in_use=(+self._running_adapters).keys())
+        if placed is None:
+            return False
+        orders.extend(placed)
+        self._running_adapters[adapter_id] += 1
+        return True
+
+    def _sequence_step(self, request: Request, count: int) -> SequenceStep:
+        start, end = request.num_computed, request.num_computed + count
+        sample = None
+        if end == len(request.tokens):
+            sample = Sample(
+                params=request.params,
+                seed=request.seed,
+                tokens=request.tokens,
+                num_prompt_tokens=request.num_prompt_tokens,
+                forbidden=self._forbidden_tokens(request),
+            )
+        wants_prompt = request.wants_prompt_logprobs
+        return SequenceStep(
+            request_id=request.request_id,
+            token_ids=request.tokens[start:end],
+            start=start,
+            block_table=tuple(request.blocks),
+            slot=self._residency.slot_of(request.adapter_id),
+            sample=sample,
+            prompt_logprobs=request.params.prompt_logprobs if wants_prompt else None,
+            next_prompt_tokens=request.tokens[start + 1 : min(end + 1, request.num_prompt_tokens)]
+            if wants_prompt
+            else (),
+        )
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._limits.block_size)

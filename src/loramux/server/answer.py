@@ -1,0 +1,183 @@
+"""From one HTTP request to the engine's streams and back: submit, merge, collect, count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Self
+
+from loramux.engine.interface import Engine, Stream
+from loramux.errors import EngineStopped
+from loramux.server.errors import GenerationFailed
+from loramux.server.metrics import Timer
+from loramux.types import Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprobs
+
+PromptLogprobs = Sequence[TokenLogprobs | None]
+
+
+@dataclass(slots=True)
+class Part:
+    """A stretch of one choice: what one step added to it, or all of it."""
+
+    index: int
+    """Number of the choice: ``prompt * n + i``."""
+    prompt: int
+    """Number of the prompt it answers."""
+    first: bool
+    """The choice begins here."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    """With a choice's first part, where the request asked for them."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+    def extend(self, other: Part) -> None:
+        """Append a later part of the same choice."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.logprobs += other.logprobs
+        self.finish_reason = other.finish_reason
+        self.stop_reason = other.stop_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one HTTP request. A prompt counts once, whatever ``n`` is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+    def as_json(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": total,
+        }
+
+
+class Answer:
+    """All choices of one HTTP request; each prompt is one request of the engine.
+
+    Making it submits everything, or nothing where the engine refuses one of the prompts. Its
+    owner must call ``abort`` (or leave the ``with`` block) once the answer is no longer wanted,
+    finished or not.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        model: str | None,
+        timer: Timer,
+    ) -> None:
+        self._n = params.n
+        self._timer = timer
+        self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        self._num_output_tokens = 0
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._begun: set[int] = set()
+        self._streams: list[Stream] = []
+        try:
+            for token_ids in prompts:
+                request = GenerationRequest(prompt_token_ids=token_ids, params=params, model=model)
+                self._streams.append(engine.submit(request))
+        except BaseException:
+            self.abort()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """Free whatever still runs; harmless for what has finished."""
+        for stream in self._streams:
+            stream.abort()
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens so far."""
+        return Usage(self._num_prompt_tokens, self._num_output_tokens)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """The parts of all choices in the order in which they are made.
+
+        Raises GenerationFailed when a choice cannot go on, EngineStopped when the engine goes down.
+        """
+        async with aclosing(_merge(self._streams)) as deltas:
+            async for prompt, delta in deltas:
+                yield self._part(prompt, delta)
+        self._timer.finish()
+
+    async def collect(self) -> list[Part]:
+        """Every choice as one part, by index. Raises as ``parts`` does."""
+        choices: dict[int, Part] = {}
+        async for part in self.parts():
+            if part.first:
+                choices[part.index] = part
+            else:
+                choices[part.index].extend(part)
+        return [choices[index] for index in sorted(choices)]
+
+    def _part(self, prompt: int, delta: Delta) -> Part:
+        if delta.error is not None or delta.finish_reason == "error":
+            raise GenerationFailed(delta.error or "the request failed")
+        if delta.finish_reason == "abort":
+            raise EngineStopped("the request was aborted by the server: send it again")
+        index = prompt * self._n + delta.index
+        if delta.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = delta.prompt_logprobs
+        first = index not in self._begun
+        self._begun.add(index)
+        self._num_output_tokens += len(delta.token_ids)
+        self._timer.tokens(index, len(delta.token_ids))
+        return Part(
+            index,
+            prompt,
+            first,
+            delta.text,
+            list(delta.token_ids),
+            list(delta.logprobs),
+            self._prompt_logprobs.get(prompt) if first else None,
+            delta.finish_reason,
+            delta.stop_reason,
+        )
+
+
+async def _merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
+    """The deltas of all streams as they come, each with its stream's number."""
+    arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+
+    async def pump(number: int, stream: Stream) -> None:
+        try:
+            async for delta in stream:
+                arrived.put_nowait((number, delta))
+        except Exception as error:
+            arrived.put_nowait(error)
+        else:
+            arrived.put_nowait(None)
+
+    pumps = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        num_open = len(pumps)
+        while num_open:
+            item = await arrived.get()
+            if item is None:
+                num_open -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                yield item
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)

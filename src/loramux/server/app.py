@@ -1,0 +1,58 @@
+"""Puts the HTTP server together."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI
+from fastapi.responses import Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from loramux import __version__
+from loramux.config import ServerOptions
+from loramux.engine.interface import Engine
+from loramux.errors import EngineStopped
+from loramux.server import adapters, chat, completions, errors, models
+from loramux.server.context import Context, ServerContext
+from loramux.server.metrics import Metrics
+from loramux.server.middleware import RequestMiddleware
+
+router = APIRouter()
+
+
+def create_app(
+    engine: Engine, *, options: ServerOptions | None = None, base_name: str | None = None
+) -> FastAPI:
+    """The HTTP server over a running engine, which the caller starts and stops.
+
+    Requests call the base model ``base_name``; by default the name in ``options``, else the
+    engine's own.
+    """
+    options = options or ServerOptions()
+    name = base_name or options.served_model_name or engine.base_name
+    app = FastAPI(title="loramux", version=__version__)
+    metrics = Metrics(engine)
+    app.state.context = ServerContext(engine, options, name, metrics)
+    errors.install(app)
+    app.add_middleware(RequestMiddleware, metrics=metrics)
+    for part in (router, models.router, completions.router, chat.router, adapters.router):
+        app.include_router(part)
+    return app
+
+
+@router.get("/health")
+async def health(context: Context) -> dict[str, str]:
+    """200 while the engine lives, 503 with the cause once it has died."""
+    if context.engine.failure is not None:
+        raise EngineStopped(context.engine.failure)
+    return {"status": "ok"}
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of loramux."""
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(context: Context) -> Response:
+    """Metrics in Prometheus' text format."""
+    return Response(generate_latest(context.metrics.registry), media_type=CONTENT_TYPE_LATEST)

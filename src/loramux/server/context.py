@@ -1,0 +1,43 @@
+"""What the handlers of one app share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from loramux.config import ServerOptions
+from loramux.engine.interface import Engine
+from loramux.errors import UnknownModel
+from loramux.server.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """The engine and the server's settings; ``base_name`` is how requests call the base model."""
+
+    engine: Engine
+    options: ServerOptions
+    base_name: str
+    metrics: Metrics
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Unix time of the start, which ``/v1/models`` reports."""
+
+    def engine_model(self, name: str) -> str | None:
+        """A request's ``model`` as the engine knows it: None is the base model."""
+        if name == self.base_name:
+            return None
+        if name == self.engine.base_name:
+            # The engine would take its own name for the base, but it is served under another.
+            raise UnknownModel(name)
+        return name
+
+
+def _context(request: Request) -> ServerContext:
+    return request.app.state.context
+
+
+Context = Annotated[ServerContext, Depends(_context)]
+"""Parameter of a handler: the app's context."""

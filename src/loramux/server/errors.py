@@ -1,0 +1,108 @@
+"""Every error leaves the server in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from loramux.errors import (
+    AdapterExists,
+    AdapterRefused,
+    AdapterSourceNotFound,
+    InvalidRequest,
+    LoramuxError,
+    RequestError,
+    RequestTooLarge,
+    UnknownAdapter,
+    UnknownModel,
+)
+
+logger = logging.getLogger(__name__)
+
+_CODES: dict[type[LoramuxError], str] = {
+    UnknownModel: "model_not_found",
+    RequestTooLarge: "request_too_large",
+    AdapterRefused: "adapter_refused",
+    AdapterSourceNotFound: "adapter_source_not_found",
+    UnknownAdapter: "adapter_not_found",
+    AdapterExists: "adapter_exists",
+}
+
+
+class GenerationFailed(LoramuxError):
+    """The engine could not finish an answer that it had begun."""
+
+
+class AdminRefused(RequestError):
+    """The caller may not change the server."""
+
+    http_status = 403
+
+
+class UnsupportedMediaType(RequestError):
+    """The body is not declared as JSON."""
+
+    http_status = 415
+
+
+def error_object(
+    status: int, message: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """``{"error": {...}}`` with the four keys of OpenAI."""
+    if status >= 500:
+        kind = "server_error"
+    elif status == 403:
+        kind = "permission_error"
+    else:
+        kind = "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: LoramuxError) -> dict[str, Any]:
+    """The error object of a typed error."""
+    param = "model" if isinstance(error, UnknownModel) else None
+    if isinstance(error, InvalidRequest):
+        param = error.param
+    return error_object(error.http_status, str(error), param=param, code=_CODES.get(type(error)))
+
+
+def invalid_body(error: ValidationError) -> InvalidRequest:
+    """The first thing that is wrong with a body, as one sentence that names the field."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    param = ".".join(str(part) for part in first["loc"]) or None
+    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    if kind == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {message}")
+    if param is None:
+        return InvalidRequest(f"the body must be a JSON object: {message}")
+    if kind == "extra_forbidden":
+        return InvalidRequest(f"{param} is not supported: leave it out", param)
+    if kind == "missing":
+        return InvalidRequest(f"{param} is missing", param)
+    return InvalidRequest(f"{param}: {message}", param)
+
+
+def internal_error() -> JSONResponse:
+    """The answer to a fault of our own; its cause is in the log."""
+    return JSONResponse(error_object(500, "internal error: see the server's log"), 500)
+
+
+def install(app: FastAPI) -> None:
+    """Handle typed errors and what the framework raises by itself (unknown route or method)."""
+
+    @app.exception_handler(LoramuxError)
+    def _typed(request: Request, error: LoramuxError) -> JSONResponse:
+        headers = {"Connection": "close"} if isinstance(error, RequestTooLarge) else None
+        return JSONResponse(describe(error), error.http_status, headers=headers)
+
+    @app.exception_handler(HTTPException)
+    def _framework(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return JSONResponse(
+            error_object(error.status_code, message), error.status_code, headers=error.headers
+        )

@@ -1,0 +1,66 @@
+"""Around every request: its id, its count, and the answer to a fault of our own."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loramux.server.errors import internal_error
+from loramux.server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""Counted, never sent: nobody is left to read it."""
+
+
+class RequestMiddleware:
+    """Plain ASGI, so that streams and disconnects pass through untouched."""
+
+    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = _request_id(Headers(scope=scope).get("x-request-id"))
+        scope.setdefault("state", {})["id"] = request_id
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = CLIENT_CLOSED_REQUEST
+        except Exception:
+            logger.exception("request %s failed", request_id)
+            if status == 0:
+                await internal_error()(scope, receive, send_with_id)
+            status = 500
+        finally:
+            self._metrics.count(_endpoint(scope), status)
+
+
+def _request_id(given: str | None) -> str:
+    """The caller's id if it is fit for logs and headers, else a new one."""
+    if given is not None and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given):
+        return given
+    return uuid.uuid4().hex
+
+
+def _endpoint(scope: Scope) -> str:
+    """The path of the route, not of the request: clients must not be able to make up labels."""
+    return getattr(scope.get("route"), "path", "other")

@@ -1,0 +1,47 @@
+"""``GET /v1/models``: every name that a request may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter
+
+from loramux.errors import UnknownModel
+from loramux.server.context import Context, ServerContext
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def list_models(context: Context) -> dict[str, Any]:
+    """The base model first, then the adapters with the base as their parent."""
+    return {"object": "list", "data": list(_models(context))}
+
+
+@router.get("/v1/models/{name:path}")
+async def get_model(name: str, context: Context) -> dict[str, Any]:
+    """One of them; names may hold slashes."""
+    for model in _models(context):
+        if model["id"] == name:
+            return model
+    raise UnknownModel(name)
+
+
+def _models(context: ServerContext) -> Iterator[dict[str, Any]]:
+    base = context.base_name
+    yield _model(context, base, root=context.engine.base_name, parent=None)
+    for info in context.engine.adapters():
+        yield _model(context, info.name, root=info.source, parent=base)
+
+
+def _model(context: ServerContext, name: str, *, root: str, parent: str | None) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.created,
+        "owned_by": "loramux",
+        "root": root,
+        "parent": parent,
+        "max_model_len": context.engine.max_model_len,
+    }

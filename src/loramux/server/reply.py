@@ -1,0 +1,79 @@
+"""Runs an answer for either endpoint: whole or as a stream, until its client goes away."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from loramux.errors import LoramuxError
+from loramux.server.answer import Answer, Part, Usage
+from loramux.server.context import ServerContext
+from loramux.server.errors import describe, error_object
+from loramux.server.schema import GenerationFields
+from loramux.server.sse import DONE, EventStreamResponse, event, until_disconnect
+from loramux.types import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class Renderer(Protocol):
+    """Writes an answer in the shape of one endpoint."""
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """The chunks of a stream that ``part`` gives rise to; none where it shows nothing."""
+        ...
+
+    def usage_chunk(self, usage: Usage) -> dict[str, Any]:
+        """The last chunk of a stream that was asked to report its usage."""
+        ...
+
+    def whole(self, choices: Sequence[Part], usage: Usage) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        ...
+
+
+async def reply(
+    request: Request,
+    context: ServerContext,
+    body: GenerationFields,
+    *,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    renderer: Renderer,
+) -> Response:
+    """Submit the prompts and answer. Raises LoramuxError for what goes wrong before the answer."""
+    answer = Answer(
+        context.engine,
+        prompts,
+        params,
+        model=context.engine_model(body.model),
+        timer=context.metrics.timer(request.url.path),
+    )
+    if body.stream:
+        events = _events(answer, renderer, include_usage=body.include_usage)
+        return EventStreamResponse(events, on_close=answer.abort)
+    with answer:
+        choices = await until_disconnect(request.receive, answer.collect())
+    return JSONResponse(renderer.whole(choices, answer.usage))
+
+
+async def _events(
+    answer: Answer, renderer: Renderer, *, include_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """Chunks as they are made. The status has been sent, so an error becomes an event too."""
+    try:
+        async for part in answer.parts():
+            for chunk in renderer.chunks(part):
+                yield event(chunk)
+        if include_usage:
+            yield event(renderer.usage_chunk(answer.usage))
+    except LoramuxError as error:
+        yield event(describe(error))
+    except Exception:
+        logger.exception("a stream failed")
+        yield event(error_object(500, "internal error: see the server's log"))
+    yield DONE

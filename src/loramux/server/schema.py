@@ -1,0 +1,260 @@
+"""What requests may hold. An unknown field is refused by its name; ``null`` means the default."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+
+from loramux.errors import InvalidRequest
+from loramux.types import SamplingParams
+
+Prompt = str | list[int]
+"""One prompt: text, or token ids."""
+
+
+class _Strict(BaseModel):
+    """A JSON object whose fields are all known and have exactly their types.
+
+    ``no_op`` lists fields that are not supported with the values that ask for nothing: clients
+    send those by default, so they are let through. Any other value is refused by the name.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    no_op: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_ops(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {
+            name: value
+            for name, value in data.items()
+            if not any(value == no_op for no_op in cls.no_op.get(name, ()))
+        }
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_prompts(value: Any) -> list[Prompt]:
+    """The four forms of ``prompt`` as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_token_ids(value):
+            return [value]
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(isinstance(item, list) and _is_token_ids(item) for item in value):
+            return value
+    raise ValueError(
+        "must be a string, a list of strings, a list of token ids or a list of such lists, "
+        "and not empty"
+    )
+
+
+def _is_token_ids(value: list[Any]) -> bool:
+    return all(type(item) is int for item in value)
+
+
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1},
+    ]
+}
+
+
+class StreamOptions(_Strict):
+    """Options of a streamed answer."""
+
+    no_op = {"include_obfuscation": (None, False)}
+
+    include_usage: bool | None = None
+
+
+_SAMPLING_FIELDS = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "prompt_logprobs",
+)
+
+
+class GenerationFields(_Strict):
+    """What both endpoints accept; ``SamplingParams`` owns the ranges."""
+
+    model: str
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(_as_list)] = None
+    stop_token_ids: list[int] | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    """Names the caller's end user; by OpenAI's definition it changes nothing in the answer."""
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def _params(self, **more: Any) -> SamplingParams:
+        """The sampling fields that are set, and ``more``. Raises InvalidRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", "stream_options")
+        values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | more
+        return SamplingParams(**{name: v for name, v in values.items() if v is not None})
+
+
+class CompletionRequest(GenerationFields):
+    """``POST /v1/completions``."""
+
+    no_op = {"suffix": (None, ""), "best_of": (None, 1), "logit_bias": (None, {})}
+
+    prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequest for a value out of range."""
+        prompt_logprobs = self.prompt_logprobs
+        if self.echo and prompt_logprobs is None:
+            prompt_logprobs = self.logprobs
+        return self._params(
+            max_tokens=16 if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
+
+
+class TextPart(_Strict):
+    """A part of a message; other kinds than text are not supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class ChatMessage(_Strict):
+    """One turn. The fields that are let through empty are those that clients copy from answers."""
+
+    no_op = {
+        "name": (None,),
+        "refusal": (None,),
+        "audio": (None,),
+        "annotations": (None, []),
+        "function_call": (None,),
+        "tool_calls": (None, []),
+        "tool_call_id": (None,),
+        "reasoning_content": (None,),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[
+        list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])
+    ]
+
+    def for_template(self) -> dict[str, str]:
+        """Text parts are joined by line breaks; ``developer`` is OpenAI's newer word for system."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": "\n".join(part.text for part in self.content)}
+
+
+class ChatRequest(GenerationFields):
+    """``POST /v1/chat/completions``."""
+
+    no_op = {
+        "audio": (None,),
+        "function_call": (None, "none", "auto"),
+        "functions": (None, []),
+        "logit_bias": (None, {}),
+        "metadata": (None, {}),
+        "modalities": (None, ["text"]),
+        "parallel_tool_calls": (None, True, False),
+        "prediction": (None,),
+        "reasoning_effort": (None,),
+        "response_format": (None, {"type": "text"}),
+        "service_tier": (None, "auto", "default"),
+        "store": (None, False),
+        "tool_choice": (None, "none", "auto"),
+        "tools": (None, []),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+    }
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    def params(self) -> SamplingParams:
+        """Raises InvalidRequest for a value out of range or fields that contradict each other."""
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise InvalidRequest(
+                "max_tokens and max_completion_tokens differ: send one of them", "max_tokens"
+            )
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
+        return self._params(
+            max_tokens=limits.pop() if limits else None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+        )
+
+
+class LoadAdapterRequest(_Strict):
+    """``POST /v1/load_lora_adapter``."""
+
+    lora_name: Annotated[str, Field(min_length=1)]
+    lora_path: Annotated[str, Field(min_length=1)]
+    load_inplace: bool = False
+    pinned: bool = False
+
+
+class UnloadAdapterRequest(_Strict):
+    """``POST /v1/unload_lora_adapter``."""
+
+    lora_name: Annotated[str, Field(min_length=1)]

@@ -1,0 +1,27 @@
+"""Prompts to tokens without holding up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+
+from loramux.engine.interface import TextCodec
+from loramux.server.schema import Prompt
+
+_INLINE_CHARS = 20_000
+"""Up to here tokenising takes a few milliseconds at most, less than a thread is worth."""
+
+
+async def encode(codec: TextCodec, prompt: Prompt) -> list[int]:
+    """A prompt's tokens; token ids are taken as they are."""
+    if not isinstance(prompt, str):
+        return prompt
+    if len(prompt) <= _INLINE_CHARS:
+        return codec.encode(prompt)
+    return await asyncio.to_thread(codec.encode, prompt)
+
+
+async def render_chat(codec: TextCodec, messages: list[dict[str, str]]) -> list[int]:
+    """A conversation's tokens by the model's chat template. Raises InvalidRequest."""
+    if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
+        return codec.render_chat(messages)
+    return await asyncio.to_thread(codec.render_chat, messages)

@@ -1,0 +1,248 @@
+"""Stand-ins for tests of what is built on loramux; importing this module imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from loramux.errors import (
+    AdapterExists,
+    AdapterRefused,
+    AdapterSourceNotFound,
+    EngineStopped,
+    InvalidRequest,
+    UnknownAdapter,
+    UnknownModel,
+)
+from loramux.types import (
+    AdapterId,
+    AdapterInfo,
+    Delta,
+    EngineStats,
+    GenerationRequest,
+    RequestId,
+    TokenLogprobs,
+)
+
+
+class FakeCodec:
+    """Every character is one token, its code point; ``chat_template`` False refuses chats."""
+
+    def __init__(self, *, chat_template: bool = True) -> None:
+        self._chat_template = chat_template
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token) for token in token_ids)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """``role:content`` and a line break for each message."""
+        if not self._chat_template:
+            raise InvalidRequest("the model has no chat template", "messages")
+        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+
+
+class FakeEngine:
+    """An ``Engine`` that repeats the prompt, one token a tick, and stops when it is through.
+
+    The base model answers with the prompt as it is, an adapter with its upper case. With
+    ``ignore_eos`` the answer starts over and over until ``max_tokens``. Sources: ``missing`` does
+    not exist, ``bad`` is refused for two reasons, all others load.
+
+    ``tick_seconds`` is the time of one token; ``error_after`` lets every request fail after that
+    many tokens; ``failure`` may be set at any time and takes the engine down. ``requests`` holds
+    all that was submitted, ``aborted`` the ids of requests that were aborted while they ran.
+    """
+
+    def __init__(
+        self,
+        base_name: str = "base",
+        adapters: Mapping[str, str] | None = None,
+        *,
+        max_model_len: int = 4096,
+        tick_seconds: float = 0.0,
+        error_after: int | None = None,
+        codec: FakeCodec | None = None,
+    ) -> None:
+        self.base_name = base_name
+        self.max_model_len = max_model_len
+        self.text = codec or FakeCodec()
+        self.tick_seconds = tick_seconds
+        self.error_after = error_after
+        self.failure: str | None = None
+        self.requests: list[GenerationRequest] = []
+        self.aborted: list[RequestId] = []
+        self.running: set[RequestId] = set()
+        self.counts = _Counts()
+        self._adapters: dict[str, AdapterInfo] = {}
+        for name, source in (adapters or {}).items():
+            self._adapters[name] = _adapter_info(name, source, pinned=False)
+
+    async def start(self) -> None:
+        """Nothing to do; ``AsyncEngine`` has it."""
+
+    async def stop(self) -> None:
+        """Take no more requests."""
+        self.failure = self.failure or "the engine has been stopped"
+
+    def submit(self, request: GenerationRequest) -> FakeStream:
+        if self.failure is not None:
+            raise EngineStopped(self.failure)
+        if request.model not in (None, self.base_name) and request.model not in self._adapters:
+            raise UnknownModel(str(request.model))
+        prompt = request.prompt_token_ids
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if len(prompt) >= self.max_model_len:
+            raise InvalidRequest(
+                f"the prompt has {len(prompt)} tokens, the context holds {self.max_model_len}",
+                "prompt",
+            )
+        request_id = request.request_id or RequestId(f"fake-{len(self.requests)}")
+        self.requests.append(request)
+        self.running.add(request_id)
+        self.counts.prompt_tokens += len(prompt)
+        return FakeStream(self, replace(request, request_id=request_id))
+
+    async def load_adapter(
+        self, name: str, source: str, *, load_inplace: bool = False, pinned: bool = False
+    ) -> AdapterInfo:
+        if name == self.base_name:
+            raise AdapterExists(name, "the base model has this name")
+        if name in self._adapters and not load_inplace:
+            raise AdapterExists(name, "the name is taken: unload it first or set load_inplace")
+        if source == "missing":
+            raise AdapterSourceNotFound(name, source, "no such directory")
+        if source == "bad":
+            raise AdapterRefused(name, ["layer 7 does not exist", "bias='all' is not supported"])
+        info = self._adapters[name] = _adapter_info(name, source, pinned=pinned)
+        return info
+
+    async def unload_adapter(self, name: str) -> None:
+        if self._adapters.pop(name, None) is None:
+            raise UnknownAdapter(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        return list(self._adapters.values())
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.running),
+            num_waiting=0,
+            kv_blocks_used=len(self.running),
+            kv_blocks_total=64,
+            slots_used=len(self._adapters),
+            slots_total=8,
+            num_steps=self.counts.output_tokens,
+            prompt_tokens=self.counts.prompt_tokens,
+            output_tokens=self.counts.output_tokens,
+            preemptions=0,
+            slot_loads=len(self._adapters),
+            slot_evictions=0,
+            requests_finished=self.counts.finished,
+            requests_aborted=len(self.aborted),
+            adapter_bytes=sum(info.num_bytes for info in self._adapters.values()),
+            last_step_adapters=0,
+            max_step_adapters=0,
+            step_seconds=self.counts.output_tokens * self.tick_seconds,
+        )
+
+
+class FakeStream:
+    """The ``Stream`` of a FakeEngine: one delta a tick, the completions in turn."""
+
+    def __init__(self, engine: FakeEngine, request: GenerationRequest) -> None:
+        assert request.request_id is not None
+        self.request_id = request.request_id
+        self._engine = engine
+        self._params = request.params
+        self._prompt = tuple(request.prompt_token_ids)
+        self._answer = _answer(self._prompt, upper=request.model not in (None, engine.base_name))
+        self._limit = self._params.max_tokens or engine.max_model_len - len(self._prompt)
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        length = self._limit
+        if not self._params.ignore_eos:
+            length = min(length, len(self._answer))
+        for position in range(length):
+            for index in range(self._params.n):
+                await asyncio.sleep(self._engine.tick_seconds)
+                if self.request_id not in self._engine.running:
+                    return
+                if self._engine.failure is not None:
+                    raise EngineStopped(self._engine.failure)
+                yield self._delta(position, index, last=position == length - 1)
+                if position == self._engine.error_after:
+                    self._engine.running.discard(self.request_id)
+                    return
+        self._engine.running.discard(self.request_id)
+        self._engine.counts.finished += 1
+
+    def abort(self) -> None:
+        if self.request_id in self._engine.running:
+            self._engine.running.remove(self.request_id)
+            self._engine.aborted.append(self.request_id)
+
+    def _delta(self, position: int, index: int, *, last: bool) -> Delta:
+        if position == self._engine.error_after:
+            return Delta(
+                self.request_id, index, "", (), finish_reason="error", error="the logits are NaN"
+            )
+        self._engine.counts.output_tokens += 1
+        token = self._answer[position % len(self._answer)]
+        at_limit = position + 1 == self._limit
+        return Delta(
+            self.request_id,
+            index,
+            chr(token),
+            (token,),
+            logprobs=_logprobs([token], self._params.logprobs),
+            finish_reason=("length" if at_limit else "stop") if last else None,
+            prompt_logprobs=self._prompt_logprobs() if position == index == 0 else None,
+        )
+
+    def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
+        if self._params.prompt_logprobs is None:
+            return None
+        return (None, *_logprobs(self._prompt[1:], self._params.prompt_logprobs))
+
+
+@dataclass
+class _Counts:
+    prompt_tokens: int = field(default=0)
+    output_tokens: int = field(default=0)
+    finished: int = field(default=0)
+
+
+def _answer(prompt: Sequence[int], *, upper: bool) -> list[int]:
+    text = "".join(chr(token) for token in prompt)
+    return [ord(character) for character in (text.upper() if upper else text)]
+
+
+def _logprobs(tokens: Sequence[int], top: int | None) -> tuple[TokenLogprobs, ...]:
+    """The token itself at -0.5, then the code points that follow it at -1.5, -2.5, …"""
+    if top is None:
+        return ()
+    return tuple(
+        TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(top)))
+        for token in tokens
+    )
+
+
+def _adapter_info(name: str, source: str, *, pinned: bool) -> AdapterInfo:
+    digest = hashlib.sha256(source.encode()).hexdigest()
+    return AdapterInfo(
+        name=name,
+        adapter_id=AdapterId(digest[:16]),
+        source=source,
+        num_bytes=1024,
+        max_rank=8,
+        pinned=pinned,
+        slot=None,
+        in_flight=0,
+    )

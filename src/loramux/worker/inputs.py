@@ -1,0 +1,51 @@
+"""A plan as the tensors of one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from loramux.ops.attention import AttentionSequence
+from loramux.plan import SequenceStep, StepPlan
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """``token_ids`` and ``positions`` are ``[1, T]``; all sequences stand one behind the other."""
+
+    token_ids: Tensor
+    positions: Tensor
+    attention: list[AttentionSequence]
+    logit_rows: Tensor
+    """Rows whose logits are needed: first those to sample, then those of prompt log-probabilities."""
+    sampled: list[SequenceStep]
+    """The sequences that sample, in the order of ``logit_rows``."""
+
+
+def build_inputs(plan: StepPlan) -> StepInputs:
+    """Lay a plan's sequences out."""
+    tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in plan.sequences])
+    positions = np.concatenate(
+        [np.arange(s.start, s.start + len(s.token_ids)) for s in plan.sequences]
+    )
+    attention: list[AttentionSequence] = []
+    sample_rows: list[int] = []
+    prompt_rows: list[int] = []
+    row = 0
+    for s in plan.sequences:
+        count = len(s.token_ids)
+        attention.append(AttentionSequence(row, count, s.start, s.block_table))
+        if s.sample is not None:
+            sample_rows.append(row + count - 1)
+        prompt_rows.extend(range(row, row + len(s.next_prompt_tokens)))
+        row += count
+    return StepInputs(
+        token_ids=torch.from_numpy(tokens)[None],
+        positions=torch.from_numpy(positions)[None],
+        attention=attention,
+        logit_rows=torch.tensor(sample_rows + prompt_rows, dtype=torch.long),
+        sampled=[s for s in plan.sequences if s.sample is not None],
+    )

@@ -1,0 +1,90 @@
+"""Compares the model as it is served with the model as transformers runs it, at start."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from loramux.errors import ModelNotServable
+from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam
+from loramux.model.load import BaseModel
+from loramux.plan import SequenceStep, StepPlan
+from loramux.types import RequestId, Slot
+from loramux.worker.inputs import build_inputs
+from loramux.worker.worker import Worker
+
+_STEPS = (((0, 7), (0, 2)), ((7, 8), (2, 11)), ((8, 9), (11, 12)), ((9, 23), (12, 13)))
+"""For two sequences, the tokens of each step: long and short, alone and after cached ones."""
+
+_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
+"""Largest difference of a logit, in standard deviations of all logits. A wrong mask or a missing
+position is off by more than one; batching and rounding stay a factor of ten below these."""
+
+
+def self_check(
+    base: BaseModel, worker: Worker, seam: AttentionSeam, *, block_size: int, base_slot: Slot
+) -> float:
+    """The largest difference seen, in standard deviations. Raises ModelNotServable.
+
+    Catches whatever a forward pass cannot tell by itself: masks, windows, positions or scores that
+    an architecture treats in a way the paged attention does not know.
+    """
+    longest = min(base.max_model_len, max(end for step in _STEPS for _, end in step))
+    prompts = [
+        [(i * 7919 + s * 104729 + 1) % base.vocab_size for i in range(longest)] for s in range(2)
+    ]
+    served: list[list[Tensor]] = [[], []]
+    for step in _STEPS:
+        parts = [(i, a, min(b, longest)) for i, (a, b) in enumerate(step) if a < min(b, longest)]
+        sequences = tuple(
+            SequenceStep(
+                request_id=RequestId(f"self-check-{i}"),
+                token_ids=prompts[i][start:end],
+                start=start,
+                block_table=_block_table(i, longest, block_size),
+                slot=base_slot,
+                prompt_logprobs=0,
+                next_prompt_tokens=prompts[i][start:end],
+            )
+            for i, start, end in parts
+        )
+        if not sequences:
+            break
+        plan = StepPlan((), sequences)
+        rows = worker.forward(build_inputs(plan), plan.sequences)
+        for i, start, end in parts:
+            served[i].append(rows[: end - start])
+            rows = rows[end - start :]
+    worst = max(
+        _difference(torch.cat(rows), _plain_logits(base, seam, prompts[i][: sum(map(len, rows))]))
+        for i, rows in enumerate(served)
+        if rows
+    )
+    if not worst <= _TOLERANCE[base.dtype]:
+        raise ModelNotServable(
+            base.name,
+            f"served with paged attention its logits differ from transformers' own by {worst:.3g} "
+            "standard deviations: the architecture treats attention or positions in a way that is "
+            "not supported (--no-self-check serves it all the same)",
+        )
+    return worst
+
+
+def _block_table(sequence: int, length: int, block_size: int) -> list[int]:
+    """Blocks in an order that is not that of memory; the two sequences' blocks alternate."""
+    count = -(-length // block_size)
+    return [2 * block + sequence for block in reversed(range(count))]
+
+
+@torch.inference_mode()
+def _plain_logits(base: BaseModel, seam: AttentionSeam, tokens: list[int]) -> Tensor:
+    seam.use("eager")
+    try:
+        return base.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+    finally:
+        seam.use(IMPLEMENTATION)
+
+
+def _difference(served: Tensor, plain: Tensor) -> float:
+    """NaN, which compares as too large, if either has one."""
+    return float((served.float() - plain.float()).abs().max() / plain.float().std())
