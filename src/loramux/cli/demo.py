@@ -18,7 +18,7 @@ from loramux.demo.serve import curl_examples, listen, serve_until_signal
 from loramux.demo.show import Screen, show_answers
 
 # Questions that even a model of 135M weights answers in each adapter's style.
-PROMPTS = ("What is the opposite of hot?", "What is 6 plus 2?", "Is the sky blue?")
+PROMPTS = ("What is the opposite of hot?", "What day comes after Monday?", "Is the sky blue?")
 
 _PROMPT_TOKENS = 128
 """Room for a prompt in the first step, so that all requests start together."""
