@@ -14,12 +14,13 @@ from loramux.errors import AdapterExists
 from loramux.server.body import read_json
 from loramux.server.context import Context
 from loramux.server.errors import AdminRefused
+from loramux.server.openapi import request_body
 from loramux.server.schema import LoadAdapterRequest, UnloadAdapterRequest
 
 router = APIRouter()
 
 
-@router.post("/v1/load_lora_adapter")
+@router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadAdapterRequest))
 async def load_adapter(request: Request, context: Context) -> Response:
     """Load an adapter under a name. An adapter that cannot be served exactly is refused."""
     require_local(request)
@@ -32,7 +33,7 @@ async def load_adapter(request: Request, context: Context) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter")
+@router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadAdapterRequest))
 async def unload_adapter(request: Request, context: Context) -> Response:
     """Take no new requests for an adapter; running ones finish."""
     require_local(request)

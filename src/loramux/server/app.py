@@ -10,7 +10,7 @@ from loramux import __version__
 from loramux.config import ServerOptions
 from loramux.engine.interface import Engine
 from loramux.errors import EngineStopped
-from loramux.server import adapters, chat, completions, errors, models
+from loramux.server import adapters, chat, completions, errors, models, openapi
 from loramux.server.context import Context, ServerContext
 from loramux.server.metrics import Metrics
 from loramux.server.middleware import RequestMiddleware
@@ -32,6 +32,7 @@ def create_app(
     metrics = Metrics(engine)
     app.state.context = ServerContext(engine, options, name, metrics)
     errors.install(app)
+    openapi.install(app)
     app.add_middleware(RequestMiddleware, metrics=metrics)
     for part in (router, models.router, completions.router, chat.router, adapters.router):
         app.include_router(part)

@@ -10,10 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loramux.engine.interface import TextCodec
+from loramux.errors import InvalidRequest
 from loramux.server import logprobs
 from loramux.server.answer import Part, Usage
 from loramux.server.body import read_json
 from loramux.server.context import Context
+from loramux.server.openapi import request_body
 from loramux.server.reply import reply
 from loramux.server.schema import ChatRequest
 from loramux.server.tokens import render_chat
@@ -21,7 +23,7 @@ from loramux.server.tokens import render_chat
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
 async def create_chat_completion(request: Request, context: Context) -> Response:
     """Answer a conversation; see ``ChatRequest`` for the fields."""
     body = await read_json(request, ChatRequest, limit=context.options.max_body_bytes)
@@ -29,7 +31,15 @@ async def create_chat_completion(request: Request, context: Context) -> Response
     codec = context.engine.text
     prompt = await render_chat(codec, [message.for_template() for message in body.messages])
     renderer = ChatRenderer(body, prompt, codec, answer_id=f"chatcmpl-{request.state.id}")
-    return await reply(request, context, body, prompts=[prompt], params=params, renderer=renderer)
+    try:
+        return await reply(
+            request, context, body, prompts=[prompt], params=params, renderer=renderer
+        )
+    except InvalidRequest as error:
+        if error.param != "prompt":
+            raise
+        # The engine's word for what this endpoint calls messages.
+        raise InvalidRequest(str(error), "messages") from error
 
 
 class ChatRenderer:
@@ -46,8 +56,7 @@ class ChatRenderer:
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         chunks = [self._opening(part)] if part.first else []
         choice = self._choice(part) | {"delta": {"content": part.text} if part.text else {}}
-        shows = part.text or part.finish_reason or choice["logprobs"]
-        if shows or self._body.return_token_ids:
+        if part.text or part.logprobs or part.finish_reason or self._body.return_token_ids:
             chunks.append(self._chunk([choice], None))
         return chunks
 
@@ -81,10 +90,9 @@ class ChatRenderer:
 
     def _choice(self, part: Part) -> dict[str, Any]:
         """What a whole choice and a chunk's choice have in common."""
-        wanted = self._body.logprobs and (part.token_ids or part.finish_reason is None)
         choice = {
             "index": part.index,
-            "logprobs": logprobs.chat(self._codec, part.logprobs) if wanted else None,
+            "logprobs": logprobs.chat(self._codec, part.logprobs) if part.logprobs else None,
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }

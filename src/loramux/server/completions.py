@@ -15,6 +15,7 @@ from loramux.server import logprobs
 from loramux.server.answer import Part, Usage
 from loramux.server.body import read_json
 from loramux.server.context import Context
+from loramux.server.openapi import request_body
 from loramux.server.reply import reply
 from loramux.server.schema import CompletionRequest, Prompt
 from loramux.server.tokens import encode
@@ -22,7 +23,7 @@ from loramux.server.tokens import encode
 router = APIRouter()
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
 async def create_completion(request: Request, context: Context) -> Response:
     """Continue each prompt; see ``CompletionRequest`` for the fields."""
     body = await read_json(request, CompletionRequest, limit=context.options.max_body_bytes)
@@ -58,10 +59,9 @@ class CompletionRenderer:
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         choice = self._choice(part)
-        shows = choice["text"] or part.finish_reason or choice["logprobs"]
-        if not shows and not self._body.return_token_ids:
-            return []
-        return [self._chunk([choice], None)]
+        if choice["text"] or part.logprobs or part.finish_reason or self._body.return_token_ids:
+            return [self._chunk([choice], None)]
+        return []
 
     def usage_chunk(self, usage: Usage) -> dict[str, Any]:
         return self._chunk([], usage)

@@ -1,0 +1,53 @@
+"""``loramux serve``: the HTTP server over one base model and its adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from loramux.cli.logs import setup_logging
+from loramux.cli.options import parse_adapters, with_options
+from loramux.config import EngineOptions, ServerOptions
+
+
+@with_options
+def serve(
+    base: Annotated[
+        str, typer.Argument(metavar="BASE", help="Directory or Hugging Face id of the base model.")
+    ],
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=SOURCE", help="Adapter to load at start; may be repeated."),
+    ] = None,
+    *,
+    engine: EngineOptions,
+    server: ServerOptions,
+) -> None:
+    """Serve BASE and its adapters over an OpenAI-compatible HTTP API."""
+    adapters = parse_adapters(adapter or [])
+    if server.served_model_name in adapters:
+        raise typer.BadParameter(
+            f"--served-model-name {server.served_model_name} is also the name of an adapter"
+        )
+    setup_logging()
+
+    from loramux.server.listen import bind, serve_app
+
+    # Before the model is loaded: a port that is taken should not cost minutes.
+    with bind(server.host, server.port) as sock:
+        from loramux.engine.build import build_async_engine
+        from loramux.server.app import create_app
+
+        running = build_async_engine(base, options=engine, adapters=adapters)
+        app = create_app(running, options=server)
+
+        async def run() -> None:
+            await running.start()
+            try:
+                await serve_app(app, sock)
+            finally:
+                await running.stop()
+
+        asyncio.run(run())

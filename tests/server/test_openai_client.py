@@ -1,0 +1,102 @@
+"""The real OpenAI client against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from loramux.testing import FakeEngine
+
+
+@pytest.fixture
+def sync(live: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def messages(text: str) -> list:
+    return [{"role": "user", "content": text}]
+
+
+def test_completion(sync: openai.OpenAI) -> None:
+    answer = sync.completions.create(model="shout", prompt="abc", logprobs=1)
+    assert answer.choices[0].text == "ABC"
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.tokens == ["A", "B", "C"]
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == 6
+
+
+def test_completion_stream(sync: openai.OpenAI) -> None:
+    chunks = list(sync.completions.create(model="base", prompt="abc", stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == "abc"
+
+
+def test_chat(sync: openai.OpenAI) -> None:
+    answer = sync.chat.completions.create(
+        model="base", messages=messages("hi"), logprobs=True, top_logprobs=1
+    )
+    assert answer.choices[0].message.content == "user:hi\n"
+    again = [*messages("hi"), answer.choices[0].message, *messages("go on")]
+    answer = sync.chat.completions.create(model="base", messages=again)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_chat_stream(sync: openai.OpenAI) -> None:
+    stream = sync.chat.completions.create(
+        model="base",
+        messages=messages("hi"),
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *chunks, last = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "user:hi\n"
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 8
+
+
+def test_async_client(live: str) -> None:
+    async def run() -> tuple[list[str], str]:
+        async with openai.AsyncOpenAI(base_url=f"{live}/v1", api_key="none") as client:
+            answers = await asyncio.gather(
+                *[
+                    client.completions.create(model=model, prompt="abc")
+                    for model in ("base", "shout")
+                ]
+            )
+            stream = await client.chat.completions.create(
+                model="shout", messages=messages("hi"), stream=True
+            )
+            streamed = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            return [answer.choices[0].text for answer in answers], "".join(streamed)
+
+    assert asyncio.run(run()) == (["abc", "ABC"], "USER:HI\n")
+
+
+def test_models(sync: openai.OpenAI) -> None:
+    assert [model.id for model in sync.models.list()] == ["base", "shout"]
+    assert sync.models.retrieve("shout").id == "shout"
+
+
+def test_unknown_model_is_not_found(sync: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        sync.completions.create(model="nobody", prompt="abc")
+    assert caught.value.code == "model_not_found"
+
+
+def test_bad_value_is_a_bad_request(sync: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        sync.completions.create(model="base", prompt="abc", temperature=-1)
+    assert caught.value.param == "temperature"
+
+
+def test_error_in_mid_stream_is_raised(sync: openai.OpenAI, engine: FakeEngine) -> None:
+    engine.error_after = 1
+    stream = sync.completions.create(model="base", prompt="abc", stream=True)
+    assert next(stream).choices[0].text == "a"
+    with pytest.raises(openai.APIError, match="the logits are NaN"):
+        next(stream)

@@ -1,0 +1,90 @@
+"""``loramux serve`` as a process, with a fake engine in place of the real one."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+PROGRAM = """
+import sys, types
+from loramux.testing import FakeEngine
+
+class Engine(FakeEngine):
+    async def start(self):
+        print("started", flush=True)
+    async def stop(self):
+        print("stopped", flush=True)
+
+build = types.ModuleType("loramux.engine.build")
+build.build_async_engine = lambda base, options, adapters: Engine(
+    base, adapters, tick_seconds=0.05, max_model_len=options.model.max_model_len or 100
+)
+sys.modules["loramux.engine.build"] = build
+from loramux.cli.main import main
+main(["serve", "base", "--port", "0", *sys.argv[1:]])
+"""
+
+
+@contextmanager
+def serve(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """The process, its URL and its ready line."""
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            url = re.search(r"http://[^ ,]+", line)
+            assert url is not None, line + process.stderr.read()
+            yield process, url[0], line
+        finally:
+            process.kill()
+
+
+def test_ready_line_gives_url_and_names() -> None:
+    with serve("--adapter", "shout=/a", "--adapter", "pirate=/b", "--max-model-len", "50") as (
+        _,
+        url,
+        line,
+    ):
+        assert "ready at" in line
+        assert "base model base, adapters: shout, pirate" in line
+        models = httpx.get(f"{url}/v1/models").json()["data"]
+        assert [model["id"] for model in models] == ["base", "shout", "pirate"]
+        assert models[0]["max_model_len"] == 50
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_lets_requests_finish_and_stops_the_engine(number: signal.Signals) -> None:
+    with serve() as (process, url, _):
+        body = {"model": "base", "prompt": "abcdef", "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(number)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert process.wait(timeout=10) == 0
+        assert process.stdout is not None
+        assert process.stdout.read().split() == ["started", "stopped"]
+
+
+def test_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = subprocess.run(
+            [sys.executable, "-c", PROGRAM, "--port", port],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert result.returncode == 1
+    assert re.fullmatch(r"error: cannot listen on 127.0.0.1:\d+: .*\n", result.stderr)
