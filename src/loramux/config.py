@@ -1,4 +1,4 @@
-"""Options, frozen. Command-line flags and ``docs/configuration.md`` are generated from the fields."""
+"""Options, frozen. Flags and ``docs/configuration.md`` are generated from the fields."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class ModelOptions:
 
     dtype: str = option("auto", "float32, bfloat16 or auto (what the checkpoint is stored in)")
     device: str = option("auto", "cpu, cuda or auto")
-    max_model_len: int | None = option(None, "longest prompt plus output in tokens; default: the model's own")
+    max_model_len: int | None = option(
+        None, "longest prompt plus output in tokens; default: the model's own"
+    )
     threads: int | None = option(None, "CPU threads for torch; default: torch's own choice")
     self_check: bool = option(True, "compare paged with plain attention on a few tokens at start")
 
@@ -54,7 +56,8 @@ class AdapterOptions:
 
     max_loras: int = option(8, "slots: distinct adapters in one step")
     device_cache: str | None = option(
-        None, "bytes for adapter weights beside the base, such as 2GiB; default: max_loras large adapters"
+        None,
+        "bytes for adapter weights, such as 2GiB; default: max_loras adapters of rank 64",
     )
     max_rank: int = option(512, "largest LoRA rank that is accepted")
 
@@ -71,7 +74,9 @@ class SchedulerOptions:
 
     max_num_seqs: int = option(64, "sequences in one step")
     max_step_tokens: int = option(1024, "tokens in one step; longer prompts are read in chunks")
-    kv_cache: str | None = option(None, "bytes for the KV cache, such as 4GiB; default: max_num_seqs sequences, at most 2GiB")
+    kv_cache: str | None = option(
+        None, "bytes for the KV cache, such as 4GiB; default: max_num_seqs sequences, at most 2GiB"
+    )
     max_waiting: int = option(4096, "requests that may wait; further ones are refused")
 
     def __post_init__(self) -> None:
@@ -80,8 +85,8 @@ class SchedulerOptions:
         _at_least("max_waiting", self.max_waiting, 1)
         if self.max_step_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_step_tokens ({self.max_step_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
-                "each running sequence needs one token a step"
+                f"max_step_tokens ({self.max_step_tokens}) is below max_num_seqs "
+                f"({self.max_num_seqs}): each running sequence needs one token a step"
             )
         if self.kv_cache is not None:
             parse_bytes(self.kv_cache)
@@ -102,7 +107,9 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one")
-    served_model_name: str | None = option(None, "name of the base model in requests; default: its path")
+    served_model_name: str | None = option(
+        None, "name of the base model in requests; default: its path"
+    )
     max_body_bytes: int = option(4 * 2**20, "largest request body")
 
     def __post_init__(self) -> None:

@@ -1,19 +1,19 @@
 """Every error a user can meet. Each one names the thing and the remedy.
 
-    LoramuxError
-    ├── ConfigError                 an option of the command line or of a constructor
-    ├── ModelNotServable            the base model cannot be served, with the reason
-    ├── EngineStopped               the engine has been shut down or has failed
-    ├── RequestError                a request that cannot be run
-    │   ├── InvalidRequest          400
-    │   ├── UnknownModel            404
-    │   ├── RequestTooLarge         413
-    │   └── TooManyRequests         429
-    └── AdapterError                an adapter that cannot be loaded, found or removed
-        ├── AdapterRefused          400, with every reason
-        ├── AdapterSourceNotFound   404
-        ├── UnknownAdapter          404
-        └── AdapterExists           400
+LoramuxError
+├── ConfigError                 an option of the command line or of a constructor
+├── ModelNotServable            the base model cannot be served, with the reason
+├── EngineStopped               the engine has been shut down or has failed
+├── RequestError                a request that cannot be run
+│   ├── InvalidRequest          400
+│   ├── UnknownModel            404
+│   ├── RequestTooLarge         413
+│   └── TooManyRequests         429
+└── AdapterError                an adapter that cannot be loaded, found or removed
+    ├── AdapterRefused          400, with every reason
+    ├── AdapterSourceNotFound   404
+    ├── UnknownAdapter          404
+    └── AdapterExists           400
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ class UnknownAdapter(AdapterError):
     http_status = 404
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"no adapter is called {name!r}: GET /v1/models lists those that are loaded")
+        super().__init__(
+            f"no adapter is called {name!r}: GET /v1/models lists those that are loaded"
+        )
         self.name = name
 
 

@@ -216,9 +216,7 @@ def _integer(name: str, value: object, *, low: int, high: int | None = None) -> 
         raise InvalidRequest(f"{name} must be {bound}, not {value}", name)
 
 
-def _number(
-    name: str, value: object, *, low: float, high: float, low_open: bool = False
-) -> None:
+def _number(name: str, value: object, *, low: float, high: float, low_open: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise InvalidRequest(f"{name} must be a finite number, not {value!r}", name)
     if value < low or value > high or (low_open and value == low):

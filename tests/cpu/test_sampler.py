@@ -223,10 +223,10 @@ def test_choice_does_not_depend_on_the_rest_of_the_batch() -> None:
 
 
 def test_a_draw_depends_on_the_place_in_the_output_and_not_in_the_context() -> None:
-    logits = random_logits(1)
-    short = sample((1, 50, 60), prompt=1, seed=11)
-    long = sample((1, 2, 3, 4, 50, 60), prompt=4, seed=11)
-    assert Sampler()(logits, [short]) == Sampler()(logits, [long])
+    logits = random_logits(20)
+    short = [sample((1, 50, 60), prompt=1, seed=i) for i in range(20)]
+    long = [sample((1, 2, 3, 4, 50, 60), prompt=4, seed=i) for i in range(20)]
+    assert Sampler()(logits, short) == Sampler()(logits, long)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

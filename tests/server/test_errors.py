@@ -9,8 +9,10 @@ import httpx
 import pytest
 
 from loramux.config import ServerOptions
+from loramux.errors import TooManyRequests
 from loramux.server.app import create_app
-from loramux.testing import FakeEngine
+from loramux.testing import FakeEngine, FakeStream
+from loramux.types import GenerationRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -177,6 +179,18 @@ async def test_dead_engine_is_a_503(client: httpx.AsyncClient, engine: FakeEngin
     body = {"model": "base", "prompt": "abc"}
     error = error_of(await client.post("/v1/completions", json=body), 503)
     assert error["message"] == "out of memory"
+
+
+async def test_full_queue_is_a_429(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(request: GenerationRequest) -> FakeStream:
+        raise TooManyRequests("9 requests wait: try again later")
+
+    monkeypatch.setattr(engine, "submit", submit)
+    body = {"model": "base", "prompt": "abc"}
+    error = error_of(await client.post("/v1/completions", json=body), 429)
+    assert error["type"] == "rate_limit_error"
 
 
 async def test_fault_of_our_own_is_a_500_without_its_details(

@@ -24,7 +24,7 @@ class BaseLayout:
     modules: Mapping[str, ModuleShape]
     """Linears that can take LoRA, by full name (``model.layers.0.self_attn.q_proj``)."""
     other_modules: frozenset[str] = frozenset()
-    """Modules that exist but cannot take LoRA, so that a refusal can tell them from unknown ones."""
+    """Modules that exist but cannot take LoRA, so that a refusal can say so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,11 +90,16 @@ class EngineText(TextCodec, Protocol):
 
 
 class Engine(Protocol):
-    """Runs requests; ``AsyncEngine`` is one, ``testing.FakeEngine`` another. All methods are called from one event loop."""
+    """Runs requests; ``AsyncEngine`` is one, ``testing.FakeEngine`` another.
+
+    All methods are called from one event loop.
+    """
 
     base_name: str
     max_model_len: int
-    text: TextCodec
+
+    @property
+    def text(self) -> TextCodec: ...
 
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request. Raises RequestError (UnknownModel, InvalidRequest) at once, so that a

@@ -7,7 +7,7 @@ from typing import Any
 
 from loramux.config import EngineOptions
 from loramux.engine.adapters import read_adapter
-from loramux.engine.build import build_parts
+from loramux.engine.build import Parts, build_parts
 from loramux.errors import InvalidRequest
 from loramux.types import (
     AdapterInfo,
@@ -41,12 +41,21 @@ class LLM:
         options: EngineOptions | None = None,
     ) -> None:
         """``adapters`` maps names to directories."""
-        parts = build_parts(base, options or EngineOptions())
+        self._attach(build_parts(base, options or EngineOptions()), adapters or {})
+
+    @classmethod
+    def over(cls, parts: Parts, adapters: Mapping[str, str] | None = None) -> LLM:
+        """An LLM over an engine that has been built otherwise, as for a model in memory."""
+        llm = cls.__new__(cls)
+        llm._attach(parts, adapters or {})
+        return llm
+
+    def _attach(self, parts: Parts, adapters: Mapping[str, str]) -> None:
         self._core = parts.core
         self._worker = parts.worker
         self._admission = parts.admission
         self.text = parts.text
-        for name, source in (adapters or {}).items():
+        for name, source in adapters.items():
             self.load_adapter(name, source)
 
     def generate(
@@ -54,7 +63,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids) in one continuous batch, in their order.
 
@@ -79,7 +88,7 @@ class LLM:
         conversations: Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | None | Sequence[str | None] = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations (lists of messages) through the model's chat template."""
         prompts = [self.text.render_chat(messages) for messages in conversations]

@@ -32,7 +32,8 @@ class HFText:
         Raises InvalidRequest for text that UTF-8 cannot hold.
         """
         _check_unicode(text, "prompt")
-        return _flat_ids(self._tokenizer.encode(text))
+        # Not verbose: it would warn of long texts; how long they may be is the engine's to judge.
+        return _flat_ids(self._tokenizer.encode(text, verbose=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``, byte for byte: spaces are never tidied up."""
@@ -65,7 +66,11 @@ class HFText:
         conversation = [_with_plain_content(message) for message in messages]
         try:
             ids = self._tokenizer.apply_chat_template(
-                conversation, add_generation_prompt=True, tokenize=True, return_dict=False
+                conversation,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                tokenizer_kwargs={"verbose": False},
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise InvalidRequest(
@@ -80,8 +85,10 @@ class Detokenizer:
     The pieces hold whole characters and concatenate to the decoded text of all tokens. Work per
     token is constant: a token is decoded with the few before it that its text may depend on.
 
-    tokenizers' DecodeStream does the same for fast tokenizers, but it cannot give out what it holds
-    back at the end, and it holds back all of a run of bytes that never become a character.
+    One case differs: a byte-fallback decoder (SentencePiece) gives up a whole run of byte tokens
+    for one broken byte in it, even characters that were complete and shown before; here they stay.
+    A U+FFFD that a model spells in such bytes looks broken, too. tokenizers' DecodeStream raises
+    in that case, has no way to flush, and knows fast tokenizers only, so it is not used.
     """
 
     def __init__(
@@ -98,7 +105,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """The whole characters that ``token_id`` completes, often all of its own."""
         if token_id in self._skipped:
-            return ""  # nor may it become the context: it would look like the text's beginning
+            return ""  # however many come in a row, they never have to be decoded
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
         if not text.endswith(_UNFINISHED):
@@ -128,7 +135,7 @@ class Detokenizer:
             new = text[len(self._context_text) :]
         else:  # a byte-fallback decoder has taken back a character for the broken bytes after it
             new = self._decode(shown)
-        if new:
+        if new:  # a context without text would look like the beginning of the text
             self._context, self._pending = shown, self._pending[count:]
             self._context_text = self._decode(self._context)
         return new
@@ -157,8 +164,10 @@ def _with_plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _part_text(part: object) -> str:
-    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part["text"], str):
-        return part["text"]
+    if isinstance(part, Mapping) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
     raise InvalidRequest("messages may hold text only: each part needs type text", "messages")
 
 

@@ -17,7 +17,7 @@ NO_WEIGHTS = 0
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """The modules of the loaded base that can take LoRA; a module's index is its row in all tables."""
+    """The modules of the base that can take LoRA; a module's index is its row in all tables."""
 
     names: tuple[str, ...]
     shapes: tuple[ModuleShape, ...]
@@ -68,7 +68,10 @@ def pack(
     dtype: torch.dtype,
     base_weight: BaseWeight,
 ) -> HostCopy:
-    """One block, laid out as ``ops/layout.py`` says, in ``dtype`` with the scale folded into B, computed in float32 and cast once."""
+    """One block, laid out as ``ops/layout.py`` says, with the scale folded into B.
+
+    Everything is computed in float32 and cast once to ``dtype``.
+    """
     index = modules.index()
     deltas = sorted(spec.deltas, key=lambda delta: index[delta.module])
     sizes = [_num_elements(delta, modules.shapes[index[delta.module]]) for delta in deltas]
@@ -121,4 +124,3 @@ def _num_elements(delta: ModuleDelta, shape: ModuleShape) -> tuple[int, int, int
     b = shape.out_features * pad(delta.rank)
     g = pad(shape.out_features) if delta.magnitude is not None else 0
     return a, b, g
-

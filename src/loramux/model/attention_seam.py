@@ -20,9 +20,8 @@ _SEAM = "loramux_seam"
 
 _INERT = frozenset(
     {
-        "cache_position", "dropout", "is_causal", "layer_idx", "logits_to_keep", "num_items_in_batch",
-        "output_attentions", "output_hidden_states", "output_router_logits", "position_embeddings",
-        "position_ids", "return_dict", "use_cache",
+        "cache_position", "dropout", "is_causal", "logits_to_keep", "output_attentions",
+        "output_hidden_states", "output_router_logits", "position_ids", "use_cache",
     }
 )  # fmt: skip
 """Arguments that do not change what attention computes over a causal sequence."""

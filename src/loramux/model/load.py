@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,7 +43,9 @@ def load_base(path: str, options: ModelOptions) -> BaseModel:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if not Path(path).expanduser().is_dir():
-        raise ConfigError(f"the base model {path!r} is no directory: name a folder with config.json")
+        raise ConfigError(
+            f"the base model {path!r} is no directory: name a folder with config.json"
+        )
     path = str(Path(path).expanduser())
     try:
         config = AutoConfig.from_pretrained(path)
@@ -55,7 +59,9 @@ def load_base(path: str, options: ModelOptions) -> BaseModel:
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelNotServable(path, f"it does not load as a causal model: {error}") from error
-    return adopt(path, model.to(device), max_model_len)
+    model = cast(nn.Module, model).to(device)
+    assert isinstance(model, PreTrainedModel)
+    return adopt(path, model, max_model_len)
 
 
 def adopt(name: str, model: PreTrainedModel, max_model_len: int | None = None) -> BaseModel:
@@ -70,11 +76,14 @@ def adopt(name: str, model: PreTrainedModel, max_model_len: int | None = None) -
             f"{type(model).__name__} computes attention in code of its own; only architectures "
             "that use transformers' attention interface can be served",
         )
+    head = model.get_output_embeddings()
+    if head is None or "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ModelNotServable(name, f"{type(model).__name__} is no causal language model")
     return BaseModel(
         name=name,
         model=model,
         dtype=model.dtype,
-        vocab_size=model.get_output_embeddings().weight.shape[0],
+        vocab_size=head.weight.shape[0],
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, model.generation_config),
     )
@@ -83,16 +92,17 @@ def adopt(name: str, model: PreTrainedModel, max_model_len: int | None = None) -
 def resolve_device(device: str) -> torch.device:
     """``auto`` and ``cpu`` are the CPU. Raises ConfigError for what there is no backend for."""
     if device == "cuda":
-        raise ConfigError("device 'cuda' has no attention and LoRA backend in this version: use cpu")
+        raise ConfigError(
+            "device 'cuda' has no attention and LoRA backend in this version: use cpu"
+        )
     return torch.device("cpu")
 
 
 def _resolve_dtype(config: PreTrainedConfig, name: str) -> torch.dtype:
     if name != "auto":
         return _DTYPES[name]
-    stored = getattr(config, "dtype", None)
-    # float16 has too small a range for CPU arithmetic and is not offered.
-    return stored if stored in _DTYPES.values() else torch.float32
+    # float16 has too small a range for activations and is widened.
+    return torch.bfloat16 if config.dtype == torch.bfloat16 else torch.float32
 
 
 def _context_length(config: PreTrainedConfig, wanted: int | None) -> int:
@@ -108,7 +118,9 @@ def _refuse_wrong_for_mixed_batches(
     name: str, config: PreTrainedConfig, max_model_len: int
 ) -> None:
     if getattr(config, "is_encoder_decoder", False):
-        raise ModelNotServable(name, "it is an encoder-decoder; only decoder-only models are served")
+        raise ModelNotServable(
+            name, "it is an encoder-decoder; only decoder-only models are served"
+        )
     for rope in _rope_parameters(config):
         kind = rope.get("rope_type", rope.get("type"))
         if kind not in ("dynamic", "longrope"):
@@ -136,9 +148,7 @@ def _rope_parameters(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
             yield from (inner for inner in value.values() if isinstance(inner, dict))
 
 
-def _eos_token_ids(
-    config: PreTrainedConfig, generation: GenerationConfig | None
-) -> frozenset[int]:
+def _eos_token_ids(config: PreTrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
     for holder in (generation, config):
         value = getattr(holder, "eos_token_id", None)
         if value is not None:

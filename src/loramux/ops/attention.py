@@ -20,7 +20,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSequence:
-    """Rows ``first_row … first_row + num_tokens - 1`` of a step are one sequence's newest tokens."""
+    """``num_tokens`` rows of a step, from ``first_row`` on, are one sequence's newest tokens."""
 
     first_row: int
     num_tokens: int

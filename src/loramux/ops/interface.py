@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 
 
-
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One module's part of a site's output: columns ``start … start + size - 1``."""

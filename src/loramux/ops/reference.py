@@ -42,9 +42,7 @@ class ReferenceOps:
             else:
                 rows = routing.sorted_rows[segment.start : segment.end]
                 y_rows = y.index_select(0, rows)
-                self._add_rows(
-                    y_rows, x.index_select(0, rows), segment.slot, site, arena, tables
-                )
+                self._add_rows(y_rows, x.index_select(0, rows), segment.slot, site, arena, tables)
                 y.index_copy_(0, rows, y_rows)
 
     def _add_rows(

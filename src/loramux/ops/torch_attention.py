@@ -129,7 +129,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionPara
 
 def _padded_length(length: int) -> int:
     """Round up in steps of an eighth or more of the length, so that few groups waste little."""
-    step = max(64, 1 << (length.bit_length() - 3))
+    step = max(64, 1 << max(0, length.bit_length() - 3))
     return -(-length // step) * step
 
 

@@ -138,7 +138,7 @@ class Scheduler:
         assert adapters == +self._running_adapters
 
     def _grow_or_preempt(self, request: Request, count: int) -> bool:
-        """Give a running request blocks for ``count`` more tokens, at the cost of later arrivals."""
+        """Find blocks for ``count`` more tokens, at the cost of requests that arrived later."""
         while not self._grow(request, count):
             victim = self._running[-1]
             self._preempt(victim)

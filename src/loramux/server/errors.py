@@ -32,6 +32,7 @@ _CODES: dict[type[LoramuxError], str] = {
     UnknownAdapter: "adapter_not_found",
     AdapterExists: "adapter_exists",
 }
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
 
 class GenerationFailed(LoramuxError):
@@ -54,12 +55,8 @@ def error_object(
     status: int, message: str, *, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
     """``{"error": {...}}`` with the four keys of OpenAI."""
-    if status >= 500:
-        kind = "server_error"
-    elif status == 403:
-        kind = "permission_error"
-    else:
-        kind = "invalid_request_error"
+    fallback = "server_error" if status >= 500 else "invalid_request_error"
+    kind = _TYPES.get(status, fallback)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 

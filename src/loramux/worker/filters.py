@@ -50,33 +50,35 @@ def filtered_weights(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
     params = [sample.params for sample in samples]
     # The maximum goes first, so that no temperature, however small, can make an infinity.
     scores = scores - scores.amax(dim=-1, keepdim=True)
-    scores = _keep_top_k(scores, [p.top_k for p in params])
-    weights = (scores.double() / _column([p.temperature for p in params], scores)).exp_()
-    weights = _keep_top_p(weights, [p.top_p for p in params])
-    return weights.masked_fill_(weights < _column([p.min_p for p in params], weights), 0.0)
+    _keep_top_k(scores, [p.top_k for p in params])
+    weights = scores.double().div_(_column([p.temperature for p in params], scores)).exp_()
+    _keep_top_p(weights, [p.top_p for p in params])
+    if any(p.min_p for p in params):
+        weights.masked_fill_(weights < _column([p.min_p for p in params], weights), 0.0)
+    return weights
 
 
-def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> Tensor:
+def _keep_top_k(scores: Tensor, top_k: Sequence[int]) -> None:
     """Put all but each row's k best scores to -inf; ties with the k-th stay, k < 1 keeps all."""
     vocab = scores.shape[-1]
     rows = [i for i, k in enumerate(top_k) if 0 < k < vocab]
     if not rows:
-        return scores
+        return
     best = scores[rows].topk(max(top_k[i] for i in rows), dim=-1).values
-    nth = torch.tensor([[top_k[i] - 1] for i in rows], device=scores.device)
+    kth = torch.tensor([[top_k[i] - 1] for i in rows], device=scores.device)
     lowest = torch.full_like(scores[:, :1], -torch.inf)
-    lowest[rows] = best.gather(1, nth)
-    return scores.masked_fill(scores < lowest, -torch.inf)
+    lowest[rows] = best.gather(1, kth)
+    scores.masked_fill_(scores < lowest, -torch.inf)
 
 
-def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> Tensor:
+def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> None:
     """Put to 0 what is outside the fewest best tokens that hold ``top_p`` of the whole weight.
 
     Ties with the least of them stay, so that the outcome does not hang on how a sort orders ties.
     """
     rows = [i for i, p in enumerate(top_p) if p < 1.0]
     if not rows:
-        return weights
+        return
     some = weights[rows]
     total = some.sum(dim=-1, keepdim=True)
     p = _column([top_p[i] for i in rows], weights)
@@ -87,7 +89,7 @@ def _keep_top_p(weights: Tensor, top_p: Sequence[float]) -> Tensor:
     num_kept = 1 + (best.cumsum(dim=-1) < total * p).sum(dim=-1, keepdim=True)
     lowest = torch.zeros_like(weights[:, :1])
     lowest[rows] = best.gather(1, num_kept.clamp(max=num_sorted) - 1)
-    return weights.masked_fill_(weights < lowest, 0.0)
+    weights.masked_fill_(weights < lowest, 0.0)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ class StepInputs:
     positions: Tensor
     attention: list[AttentionSequence]
     logit_rows: Tensor
-    """Rows whose logits are needed: first those to sample, then those of prompt log-probabilities."""
+    """Rows whose logits are needed: those to sample, then those of prompt log-probabilities."""
     sampled: list[SequenceStep]
     """The sequences that sample, in the order of ``logit_rows``."""
 

@@ -39,7 +39,7 @@ class Sampler:
         A row with NaN or +inf, or with nothing but -inf, gets an error; the others go on.
         """
         tokens, errors = _best(logits)
-        special = [i for i, sample in enumerate(samples) if i not in errors and _is_special(sample)]
+        special = [i for i, sample in enumerate(samples) if _is_special(sample)]
         if special:
             chosen, failed = _choose(logits[special], [samples[i] for i in special])
             for i, token in zip(special, chosen, strict=True):

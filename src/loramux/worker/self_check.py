@@ -16,7 +16,7 @@ from loramux.worker.worker import Worker
 _STEPS = (((0, 7), (0, 2)), ((7, 8), (2, 11)), ((8, 9), (11, 12)), ((9, 23), (12, 13)))
 """For two sequences, the tokens of each step: long and short, alone and after cached ones."""
 
-_TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 0.25}
+_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.25}
 """Largest difference of a logit, in standard deviations of all logits. A wrong mask or a missing
 position is off by more than one; batching and rounding stay a factor of ten below these."""
 

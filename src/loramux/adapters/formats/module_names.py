@@ -30,6 +30,7 @@ class ModuleNames:
         for name in base.modules:
             for spelling in _spellings(name):
                 self._spellings[spelling].add(name)
+        self._any_layer = frozenset(_any_layer(spelling) for spelling in self._spellings)
 
     def find(self, path: str) -> str | None:
         """The base's name of a module; None when no module, or more than one, is meant."""
@@ -52,6 +53,8 @@ class ModuleNames:
                 return words
         if path in self._base.other_modules:
             return f"modules of {self._base.name} that are no linear cannot take LoRA"
+        if _any_layer(path) in self._any_layer:
+            return f"no module of {self._base.name} has this name: it has no such layer"
         return f"no module of {self._base.name} has this name"
 
 
@@ -60,6 +63,10 @@ def _spellings(name: str) -> set[str]:
     full = _without_language(name)
     headless = full.partition(".")[2]
     return {full, headless} - {""}
+
+
+def _any_layer(name: str) -> str:
+    return re.sub(r"\d+", "N", _without_language(name))
 
 
 def _without_language(name: str) -> str:

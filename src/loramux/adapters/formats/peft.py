@@ -5,6 +5,7 @@ First the configuration and the names and shapes of the weights, then the values
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -83,8 +84,11 @@ def _check_values(spec: LoraSpec, tensors: Mapping[str, torch.Tensor], report: R
     if report.refused:
         return
     for key, tensor in tensors.items():
-        if not torch.isfinite(_widened(tensor)).all():
+        if not torch.isfinite(tensor.float()).all():
             report.refuse("tensors hold values that are not finite (NaN or infinite)", key)
+    for delta in spec.deltas:
+        if not math.isfinite(_largest_float32(tensors[delta.b], delta.scale)):
+            report.refuse(f"scale {delta.scale:g} makes lora_B overflow float32", delta.module)
     if not any(
         delta.magnitude is not None
         or (delta.scale != 0 and _nonzero(tensors[delta.b]) and _nonzero(tensors[delta.a]))
@@ -96,9 +100,9 @@ def _check_values(spec: LoraSpec, tensors: Mapping[str, torch.Tensor], report: R
 
 
 def _nonzero(tensor: torch.Tensor) -> bool:
-    return bool(_widened(tensor).any())
+    return bool(tensor.float().any())
 
 
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    """One-byte floats as float32: torch has few operations on them."""
-    return tensor.float() if tensor.element_size() == 1 else tensor
+def _largest_float32(tensor: torch.Tensor, scale: float) -> float:
+    """Largest magnitude in ``scale * tensor``, as the float32 arithmetic of loading gives it."""
+    return float((tensor.float().abs().max() * scale).item())

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from loramux.adapters.formats import peft_fields as fields
 from loramux.adapters.formats.files import (
@@ -20,8 +20,6 @@ from loramux.adapters.report import Report, printable
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 * 2**20
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,14 @@ class PeftConfig:
     base_model: str | None
     """What the adapter was trained on, as text. Never opened."""
 
-    def rank_of(self, module: str) -> int:
-        """Rank of a module by its name in the adapter. Raises BadPattern."""
-        return self.rank_pattern.get(module, self.rank)
+    def rank_and_scale(self, module: str) -> tuple[int, float]:
+        """Rank and factor of ``B A x`` of a module, by its name in the adapter.
 
-    def scale_of(self, module: str) -> float:
-        """Factor of ``B A x`` on a module. Raises BadPattern."""
-        rank = self.rank_of(module)
+        Raises BadPattern when the patterns cannot be evaluated.
+        """
+        rank = self.rank_pattern.get(module, self.rank)
         alpha = self.alpha_pattern.get(module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+        return rank, alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
 def read_config(directory: Path, report: Report) -> PeftConfig | None:
@@ -138,10 +135,12 @@ def _check_task(task: object, report: Report) -> None:
 
 
 def _check_init(init: object, report: Report) -> None:
-    if init is None or isinstance(init, bool) or init in fields.INERT_INITS:
+    if init is None or isinstance(init, bool):
         return
     if not isinstance(init, str):
         report.refuse("init_lora_weights must be true, false, null or a string")
+    elif init in fields.INERT_INITS:
+        return
     elif init.startswith(fields.BASE_CHANGING_INITS):
         report.refuse(
             f"init_lora_weights={printable(init, 40)}: the weights are relative to a changed "
@@ -163,18 +162,68 @@ def _check_bias(bias: object, report: Report) -> None:
         report.refuse("bias must be none, all or lora_only")
 
 
+class _Fields:
+    """Typed access to the fields of one configuration; a wrong value goes to the report."""
+
+    def __init__(self, raw: Mapping[str, Any], report: Report) -> None:
+        self._raw = raw
+        self._report = report
+
+    def required(self, name: str, fits: Callable[[object], bool], rule: str) -> Any:
+        if name not in self._raw:
+            self._report.refuse(f"{name} is missing, and no default may stand in: it {rule}")
+        elif not fits(self._raw[name]):
+            self._report.refuse(f"{name} {rule}")
+        else:
+            return self._raw[name]
+        return None
+
+    def table(
+        self, name: str, fits: Callable[[object], bool], what: str
+    ) -> PatternTable[Any] | None:
+        table = self._raw.get(name)
+        if table is None:
+            table = {}
+        if not isinstance(table, dict) or not all(fits(value) for value in table.values()):
+            self._report.refuse(f"{name} must be an object whose values are {what}")
+            return None
+        try:
+            return PatternTable(table)
+        except BadPattern as problem:
+            self._report.refuse(f"{name} {problem}")
+            return None
+
+    def flag(self, name: str) -> bool:
+        value = self._raw.get(name)
+        if value is not None and not isinstance(value, bool):
+            self._report.refuse(f"{name} must be true or false")
+        return value is True
+
+    def text(self, name: str) -> str | None:
+        value = self._raw.get(name)
+        if value is not None and not isinstance(value, str):
+            self._report.refuse(f"{name} must be a string or null")
+            return None
+        return value or None
+
+    def targets(self) -> tuple[str, ...]:
+        value = self._raw.get("target_modules")
+        if value is None or isinstance(value, str):  # a regular expression: never run
+            return ()
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(dict.fromkeys(value))
+        self._report.refuse("target_modules must be a string, a list of strings or null")
+        return ()
+
+
 def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
-    rank = _value(raw, "r", _is_rank, "must be a positive integer", report)
-    alpha = _value(raw, "lora_alpha", _is_number, "must be a finite number", report)
-    rank_pattern = _table(raw, "rank_pattern", _is_rank, "positive integers", report)
-    alpha_pattern = _table(raw, "alpha_pattern", _is_number, "finite numbers", report)
-    use_rslora = _flag(raw, "use_rslora", report)
-    use_dora = _flag(raw, "use_dora", report)
-    targets = _targets(raw.get("target_modules"), report)
-    base = raw.get("base_model_name_or_path")
-    if base is not None and not isinstance(base, str):
-        report.refuse("base_model_name_or_path must be a string or null")
-        base = None
+    get = _Fields(raw, report)
+    rank = get.required("r", _is_rank, "must be a positive integer")
+    alpha = get.required("lora_alpha", _is_number, "must be a finite number")
+    rank_pattern = get.table("rank_pattern", _is_rank, "positive integers")
+    alpha_pattern = get.table("alpha_pattern", _is_number, "finite numbers")
+    use_rslora, use_dora = get.flag("use_rslora"), get.flag("use_dora")
+    targets, base_model = get.targets(), get.text("base_model_name_or_path")
     if rank is None or alpha is None or rank_pattern is None or alpha_pattern is None:
         return None
     return PeftConfig(
@@ -185,20 +234,8 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
         use_rslora=use_rslora,
         use_dora=use_dora,
         targets=targets,
-        base_model=base or None,
+        base_model=base_model,
     )
-
-
-def _value(
-    raw: Mapping[str, Any], name: str, fits: Callable[[object], bool], rule: str, report: Report
-) -> Any:
-    if name not in raw:
-        report.refuse(f"{name} {rule}, but it is missing: no default may stand in")
-    elif not fits(raw[name]):
-        report.refuse(f"{name} {rule}")
-    else:
-        return raw[name]
-    return None
 
 
 def _is_rank(value: object) -> bool:
@@ -212,39 +249,3 @@ def _is_number(value: object) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
         return False
-
-
-def _table(
-    raw: Mapping[str, Any],
-    name: str,
-    fits: Callable[[object], bool],
-    what: str,
-    report: Report,
-) -> PatternTable[Any] | None:
-    table = raw.get(name)
-    if table is None:
-        table = {}
-    if not isinstance(table, dict) or not all(fits(value) for value in table.values()):
-        report.refuse(f"{name} must be an object whose values are {what}")
-        return None
-    try:
-        return PatternTable(table)
-    except BadPattern as problem:
-        report.refuse(f"{name} {problem}")
-        return None
-
-
-def _flag(raw: Mapping[str, Any], name: str, report: Report) -> bool:
-    value = raw.get(name)
-    if value is not None and not isinstance(value, bool):
-        report.refuse(f"{name} must be true or false")
-    return value is True
-
-
-def _targets(value: object, report: Report) -> tuple[str, ...]:
-    if value is None or isinstance(value, str):  # a regular expression: never run
-        return ()
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return tuple(dict.fromkeys(value))
-    report.refuse("target_modules must be a string, a list of strings or null")
-    return ()

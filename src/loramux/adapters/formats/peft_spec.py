@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from loramux.adapters.formats.module_names import ModuleNames
 from loramux.adapters.formats.peft_config import PeftConfig
-from loramux.adapters.formats.peft_keys import DeltaKey, Part, describe_other, parse_key
+from loramux.adapters.formats.peft_keys import Part, describe_other, parse_key
 from loramux.adapters.formats.peft_patterns import BadPattern
 from loramux.adapters.formats.safetensors_header import TensorEntry
 from loramux.adapters.report import Report, printable
-from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
+from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
@@ -36,23 +36,21 @@ def build_spec(
     _check_dtypes(entries, report)
     groups = _group(entries, report)
     placed = _place(groups, base, report)
-    deltas = []
-    for module, group in placed.items():
-        try:
-            delta = _delta(module, group, config, entries, base.modules[module], report)
-        except BadPattern as problem:
-            report.refuse(f"rank_pattern or alpha_pattern {problem}")
-            return None
-        if delta is not None:
-            deltas.append(delta)
-    _check_max_rank(deltas, max_rank, report)
-    _warn_about_targets(config, groups, report)
-    _warn_about_base(config, base, report)
+    builder = _DeltaBuilder(config, entries, base, report)
+    try:
+        deltas = [builder.delta(module, group) for module, group in placed.items()]
+    except BadPattern as problem:
+        report.refuse(f"rank_pattern or alpha_pattern {problem}")
+        return None
+    found = [delta for delta in deltas if delta is not None]
+    _check_max_rank(found, max_rank, report)
     if report.refused:
         return None
+    _warn_about_targets(config, placed, report)
+    _warn_about_base(config, base, report)
     order = {name: i for i, name in enumerate(base.modules)}
-    deltas.sort(key=lambda delta: order[delta.module])
-    return LoraSpec(tuple(deltas), report.warnings)
+    found.sort(key=lambda delta: order[delta.module])
+    return LoraSpec(tuple(found), report.warnings)
 
 
 def _check_dtypes(entries: Entries, report: Report) -> None:
@@ -64,26 +62,24 @@ def _check_dtypes(entries: Entries, report: Report) -> None:
 def _group(entries: Entries, report: Report) -> dict[str, _Group]:
     """Tensors by the adapter's own name of their module."""
     groups: dict[str, _Group] = {}
-    adapters: set[str | None] = set()
+    adapters: set[str] = set()
     for key in entries:
         parsed = parse_key(key)
         if parsed is None:
             report.refuse(describe_other(key), key)
             continue
-        adapters.add(parsed.adapter)
-        _add(groups.setdefault(parsed.path, _Group(parsed.path)), parsed, key, report)
-    named = sorted(name for name in adapters if name is not None)
-    if len(named) > 1:
-        report.refuse("the file holds more than one adapter", ", ".join(named))
+        if parsed.adapter is not None:
+            adapters.add(parsed.adapter)
+        group = groups.setdefault(parsed.path, _Group(parsed.path))
+        if parsed.part in group.keys:
+            report.refuse("duplicate: two tensors are meant for the same place", key)
+        group.keys[parsed.part] = key
+    if len(adapters) > 1:
+        for adapter in sorted(adapters):
+            report.refuse("the file holds more than one adapter", adapter)
     if not entries:
         report.refuse("the weight file holds no tensors")
     return groups
-
-
-def _add(group: _Group, parsed: DeltaKey, key: str, report: Report) -> None:
-    if parsed.part in group.keys:
-        report.refuse("duplicate: two tensors are meant for the same place", key)
-    group.keys[parsed.part] = key
 
 
 def _place(groups: Mapping[str, _Group], base: BaseLayout, report: Report) -> dict[str, _Group]:
@@ -105,75 +101,63 @@ def _place(groups: Mapping[str, _Group], base: BaseLayout, report: Report) -> di
     return placed
 
 
-def _delta(
-    module: str,
-    group: _Group,
-    config: PeftConfig,
-    entries: Entries,
-    shape: ModuleShape,
-    report: Report,
-) -> ModuleDelta | None:
-    a, b = group.keys.get("lora_A"), group.keys.get("lora_B")
-    magnitude = group.keys.get("lora_magnitude_vector")
-    if a is None or b is None:
-        missing = " and ".join(p for p, key in (("lora_A", a), ("lora_B", b)) if key is None)
-        report.refuse(f"{missing} is missing (incomplete pair)", group.path)
-        return None
-    _check_dora(magnitude, config, group.path, report)
-    rank = config.rank_of(group.path)
-    wanted: dict[str, tuple[int, ...]] = {
-        a: (rank, shape.in_features),
-        b: (shape.out_features, rank),
-    }
-    if magnitude is not None:
-        wanted[magnitude] = (shape.out_features,)
-    if not _shapes_fit(entries, wanted, (a, b), group.path, report):
-        return None
-    return ModuleDelta(module, rank, config.scale_of(group.path), a, b, magnitude)
+@dataclass(frozen=True)
+class _DeltaBuilder:
+    """Turns the tensors of one module into its delta, or into refusals."""
 
+    config: PeftConfig
+    entries: Entries
+    base: BaseLayout
+    report: Report
 
-def _check_dora(magnitude: str | None, config: PeftConfig, path: str, report: Report) -> None:
-    if config.use_dora and magnitude is None:
-        report.refuse(
-            "use_dora is true, but the DoRA tensor lora_magnitude_vector is missing", path
-        )
-    if not config.use_dora and magnitude is not None:
-        report.refuse(
-            "the file holds DoRA tensors (lora_magnitude_vector), use_dora is false", path
-        )
+    def delta(self, module: str, group: _Group) -> ModuleDelta | None:
+        """Raises BadPattern when rank or scale cannot be told."""
+        a, b = group.keys.get("lora_A"), group.keys.get("lora_B")
+        magnitude = group.keys.get("lora_magnitude_vector")
+        self._check_dora(magnitude, group.path)
+        if a is None or b is None:
+            missing = " and ".join(p for p, key in (("lora_A", a), ("lora_B", b)) if key is None)
+            self.report.refuse(f"{missing} is missing (incomplete pair)", group.path)
+            return None
+        rank, scale = self.config.rank_and_scale(group.path)
+        delta = ModuleDelta(module, rank, scale, a, b, magnitude)
+        return delta if self._shapes_fit(delta, group.path) else None
 
+    def _check_dora(self, magnitude: str | None, path: str) -> None:
+        if self.config.use_dora and magnitude is None:
+            self.report.refuse("lora_magnitude_vector is missing, use_dora (DoRA) is true", path)
+        if not self.config.use_dora and magnitude is not None:
+            self.report.refuse("lora_magnitude_vector is there, use_dora (DoRA) is not true", path)
 
-def _shapes_fit(
-    entries: Entries,
-    wanted: Mapping[str, tuple[int, ...]],
-    pair: tuple[str, str],
-    path: str,
-    report: Report,
-) -> bool:
-    """Whether all shapes are as wanted; if not, the plainest finding goes to the report."""
-    if all(entries[key].shape == shape for key, shape in wanted.items()):
-        return True
-    a, b = (entries[key].shape for key in pair)
-    (rank, in_features), (out_features, _) = (wanted[key] for key in pair)
-    if 0 in a + b:
-        report.refuse("empty tensors (a size is 0), perhaps of shards not gathered", path)
-    elif len(a) == 2 and len(b) == 2 and (a[1], b[0]) == (in_features, out_features):
-        _refuse_rank(a[0], b[1], rank, path, report)
-    else:
-        for key, shape in wanted.items():
-            if entries[key].shape != shape:
-                got, fit = list(entries[key].shape), list(shape)
-                report.refuse(f"shape {got} where the base expects {fit}", key)
-    return False
+    def _shapes_fit(self, delta: ModuleDelta, path: str) -> bool:
+        """Whether all shapes are right; if not, the plainest reason goes to the report."""
+        shape = self.base.modules[delta.module]
+        a, b = self.entries[delta.a].shape, self.entries[delta.b].shape
+        if 0 in a + b:
+            self.report.refuse("empty tensors (a size is 0), perhaps shards not gathered", path)
+            return False
+        rank_a = a[0] if len(a) == 2 else delta.rank
+        rank_b = b[1] if len(b) == 2 else delta.rank
+        fits = self._fits(delta.a, a, (rank_a, shape.in_features))
+        fits &= self._fits(delta.b, b, (shape.out_features, rank_b))
+        if delta.magnitude is not None:
+            magnitude = self.entries[delta.magnitude].shape
+            fits &= self._fits(delta.magnitude, magnitude, (shape.out_features,))
+        return fits and self._rank_fits(delta.rank, rank_a, rank_b, path)
 
+    def _fits(self, key: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:
+        if got != expected:
+            self.report.refuse(f"shape {list(got)} where {list(expected)} is expected", key)
+        return got == expected
 
-def _refuse_rank(rank_a: int, rank_b: int, rank: int, path: str, report: Report) -> None:
-    if rank_a != rank_b:
-        report.refuse(f"lora_A has rank {rank_a}, lora_B has rank {rank_b}", path)
-    elif rank_a != rank:
-        report.refuse(f"the weights have rank {rank_a}, adapter_config.json says {rank}", path)
-    else:
-        report.refuse("lora_magnitude_vector does not have the shape [out_features]", path)
+    def _rank_fits(self, rank: int, rank_a: int, rank_b: int, path: str) -> bool:
+        if rank_a != rank_b:
+            self.report.refuse(f"lora_A has rank {rank_a}, but lora_B has rank {rank_b}", path)
+        elif rank_a != rank:
+            self.report.refuse(
+                f"the weights have rank {rank_a}, but adapter_config.json says rank {rank}", path
+            )
+        return rank_a == rank_b == rank
 
 
 def _check_max_rank(deltas: list[ModuleDelta], max_rank: int, report: Report) -> None:
@@ -184,18 +168,26 @@ def _check_max_rank(deltas: list[ModuleDelta], max_rank: int, report: Report) ->
         )
 
 
-def _warn_about_targets(config: PeftConfig, groups: Mapping[str, _Group], report: Report) -> None:
+def _warn_about_targets(config: PeftConfig, placed: Mapping[str, _Group], report: Report) -> None:
+    endings = {ending for group in placed.values() for ending in _endings(group.path)}
     for target in config.targets:
-        if not any(path == target or path.endswith("." + target) for path in groups):
+        if target not in endings:
             report.warn("target_modules names modules that have no tensors in the file", target)
 
 
+def _endings(path: str) -> set[str]:
+    """``a.b.c`` gives itself, ``b.c`` and ``c``."""
+    parts = path.split(".")
+    return {".".join(parts[i:]) for i in range(len(parts))}
+
+
 def _warn_about_base(config: PeftConfig, base: BaseLayout, report: Report) -> None:
-    if config.base_model is None or _last_part(config.base_model) == _last_part(base.name):
-        return
-    trained = printable(config.base_model)
-    report.warn(f"the adapter names {trained} as its base; this server runs {base.name}")
+    trained_on = config.base_model
+    if trained_on is not None and _last_part(trained_on) != _last_part(base.name):
+        report.warn(
+            f"the adapter names {printable(trained_on)} as its base; this server runs {base.name}"
+        )
 
 
 def _last_part(name: str) -> str:
-    return name.rstrip("/\\").replace("\\", "/").rpartition("/")[2].lower()
+    return name.replace("\\", "/").rstrip("/").rpartition("/")[2].lower()

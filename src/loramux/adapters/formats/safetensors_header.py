@@ -23,6 +23,9 @@ from loramux.adapters.report import printable
 MAX_HEADER_BYTES = 100_000_000
 """The bound of the safetensors library itself."""
 
+MAX_NAME_LENGTH = 1_000
+"""Characters; names are searched with patterns, so their length must be bounded."""
+
 _MAX_DIMENSIONS = 16
 
 _DTYPE_BITS = {
@@ -91,6 +94,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(what: str, name: str, value: Any) -> TensorEntry:
+    if len(name) > MAX_NAME_LENGTH:
+        raise MalformedFile(f"{what} has a tensor name of more than {MAX_NAME_LENGTH} characters")
     label = f"{what} has a corrupt header: tensor {printable(name)}"
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise MalformedFile(f"{label} does not have dtype, shape and data_offsets")

@@ -1,0 +1,48 @@
+"""Cases of features that are refused today, each with a word that its refusal must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+DEFERRED = {
+    "bias_all": "bias=all",
+    "bias_lora_only": "bias=lora_only",
+    "bias_lora_only_none_there": "bias=lora_only",
+    "lora_bias": "lora_bias",
+    "lora_bias_no_base_bias": "lora_bias",
+    "save_lm_head": "modules_to_save",
+    "save_embed_lm_head": "modules_to_save",
+    "save_norms": "modules_to_save",
+    "lora_embed": "embed_tokens",
+    "lora_embed_no_base_copy": "embed_tokens",
+    "lora_lm_head": "lm_head",
+    "lora_lm_head_tied": "lm_head",
+    "lora_embed_tied": "embed_tokens",
+    "lora_embed_tied_ensured": "embed_tokens",
+    "token_indices": "trainable_token_indices",
+    "token_indices_tied": "trainable_token_indices",
+    "added_tokens": "embedding",
+    "phi3_separate_qkv": "q_proj",
+    "llama_fused_qkv": "qkv_proj",
+    "moe_parameters": "target_parameters",
+    "moe_parameters_down_only": "target_parameters",
+    "mixtral_parameters": "target_parameters",
+    "moe_per_expert": "experts",
+    "moe_per_expert_rslora": "experts",
+    "moe_some_experts": "experts",
+    "moe_down_only_per_expert": "experts",
+    "mixtral_per_expert": "experts",
+    "moe_router": "router",
+    "mixtral_router": "router",
+    "bin_file": "pickle",
+    "mlx_format": "mlx",
+    "pissa_unconverted": "pissa",
+    "alora": "aLoRA",
+    "vision_tower_keys": "vision",
+    "config_huge": "too large",
+}
+
+
+def is_deferred(names: Iterable[str]) -> bool:
+    """Whether a case that needs all these adapters has to wait for one of them."""
+    return any(name in DEFERRED for name in names)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "report",
+        "sources",
+        "loaded",
+        "formats.files",
+        "formats.safetensors_header",
+        "formats.peft_config",
+        "formats.peft_keys",
+        "formats.peft_patterns",
+        "formats.module_names",
+        "formats.peft_spec",
+    ],
+)
+def test_module_imports_no_torch(module: str):
+    code = f"import sys, loramux.adapters.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from loramux.adapters.formats.peft_keys import DeltaKey, describe_other, parse_key
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("key", "part", "adapter"),
+    [
+        (f"base_model.model.{Q}.lora_A.weight", "lora_A", None),
+        (f"{Q}.lora_B.weight", "lora_B", None),
+        (f"base_model.model.{Q}.lora_A.default.weight", "lora_A", "default"),
+        (f"base_model.model.{Q}.lora_magnitude_vector", "lora_magnitude_vector", None),
+        (f"base_model.model.{Q}.lora_magnitude_vector.weight", "lora_magnitude_vector", None),
+        (f"{Q}.lora_magnitude_vector.default", "lora_magnitude_vector", "default"),
+        (f"{Q}.lora_magnitude_vector.default.weight", "lora_magnitude_vector", "default"),
+    ],
+)
+def test_spellings_of_a_delta(key: str, part: str, adapter: str | None):
+    parsed = parse_key(key)
+    assert parsed is not None
+    assert (parsed.path, parsed.part, parsed.adapter) == (Q, part, adapter)
+
+
+def test_headless_path_keeps_its_own_form():
+    parsed = parse_key("base_model.model.layers.0.mlp.up_proj.lora_A.weight")
+    assert parsed == DeltaKey("layers.0.mlp.up_proj", "lora_A", None)
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding"),
+        (f"{Q}.lora_B.bias", "lora_bias"),
+        (f"{Q}.lora_B.default.bias", "lora_bias"),
+        (f"{Q}.base_layer.bias", "bias=all"),
+        (f"{Q}.lora_a", "mlx-lm"),
+        ("model.embed_tokens.token_adapter.trainable_tokens_delta", "trainable_token_indices"),
+        ("base_model.model.lm_head.weight", "lm_head"),
+        ("base_model.model.model.norm.weight", "modules_to_save"),
+        ("base_model.model.score.modules_to_save.weight", "score"),
+        (f"{Q}.lora_E", "AdaLoRA"),
+        (f"{Q}.lora_C.weight", "unknown kind"),
+        (f"{Q}.hada_w1_a", "unknown kind"),
+        ("", "unknown kind"),
+    ],
+)
+def test_other_tensors_are_described_for_an_operator(key: str, word: str):
+    assert parse_key(key) is None
+    assert word in describe_other(key)
