@@ -49,7 +49,8 @@ def demo(
     # Before the model is loaded: that a port is taken should show at once.
     with _bound(port) if serve else contextlib.nullcontext() as sock:
         base = demo_base(lambda line: typer.echo(line, err=True))
-        summary = asyncio.run(_run(base, sources, grid, screen, max_tokens, sock))
+        running = _run(base, sources, grid, screen=screen, max_tokens=max_tokens, sock=sock)
+        summary = asyncio.run(running)
     raise typer.Exit(0 if summary.ok else 1)
 
 
@@ -64,6 +65,7 @@ async def _run(
     base: Path,
     sources: Mapping[str, str],
     grid: Grid,
+    *,
     screen: Screen,
     max_tokens: int,
     sock: socket.socket | None,
