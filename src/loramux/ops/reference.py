@@ -40,7 +40,7 @@ class ReferenceOps:
                 x_rows, y_rows = x[segment.start : segment.end], y[segment.start : segment.end]
                 self._add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
             else:
-                rows = routing.sorted_rows[segment.start : segment.end]
+                rows = routing.sorted_rows[segment.start : segment.end].long()
                 y_rows = y.index_select(0, rows)
                 self._add_rows(y_rows, x.index_select(0, rows), segment.slot, site, arena, tables)
                 y.index_copy_(0, rows, y_rows)

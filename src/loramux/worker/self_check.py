@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,13 @@ position is off by more than one; batching and rounding stay a factor of ten bel
 
 
 def self_check(
-    base: BaseModel, worker: Worker, seam: AttentionSeam, *, block_size: int, base_slot: Slot
+    base: BaseModel,
+    worker: Worker,
+    seam: AttentionSeam,
+    *,
+    block_size: int,
+    max_step_tokens: int,
+    base_slot: Slot,
 ) -> float:
     """The largest difference seen, in standard deviations. Raises ModelNotServable.
 
@@ -34,8 +42,7 @@ def self_check(
         [(i * 7919 + s * 104729 + 1) % base.vocab_size for i in range(longest)] for s in range(2)
     ]
     served: list[list[Tensor]] = [[], []]
-    for step in _STEPS:
-        parts = [(i, a, min(b, longest)) for i, (a, b) in enumerate(step) if a < min(b, longest)]
+    for parts in _steps(longest, max_step_tokens):
         sequences = tuple(
             SequenceStep(
                 request_id=RequestId(f"self-check-{i}"),
@@ -44,14 +51,11 @@ def self_check(
                 block_table=_block_table(i, longest, block_size),
                 slot=base_slot,
                 prompt_logprobs=0,
-                next_prompt_tokens=prompts[i][start:end],
+                next_prompt_tokens=prompts[i][start:end],  # one row of logits for every token
             )
             for i, start, end in parts
         )
-        if not sequences:
-            break
-        plan = StepPlan((), sequences)
-        rows = worker.forward(build_inputs(plan), plan.sequences)
+        rows = worker.forward(build_inputs(StepPlan((), sequences)), sequences)
         for i, start, end in parts:
             served[i].append(rows[: end - start])
             rows = rows[end - start :]
@@ -68,6 +72,18 @@ def self_check(
             "not supported (--no-self-check serves it all the same)",
         )
     return worst
+
+
+def _steps(longest: int, max_step_tokens: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Sequence, start and end of each part of each step, cut to what the engine's limits allow."""
+    for step in _STEPS:
+        parts = [(i, a, min(b, longest)) for i, (a, b) in enumerate(step) if a < longest]
+        if sum(b - a for _, a, b in parts) <= max_step_tokens:
+            yield parts
+        else:
+            for i, a, b in parts:
+                for start in range(a, b, max_step_tokens):
+                    yield [(i, start, min(start + max_step_tokens, b))]
 
 
 def _block_table(sequence: int, length: int, block_size: int) -> list[int]:
