@@ -63,7 +63,7 @@ class Worker:
         self._routing = Routing(num_slots, max_step_tokens, device)
         self._sampler = Sampler()
         context = LoraContext(ops, self._device.arena, self._tables, self._routing)
-        self._linears = insert_sites(base.model, anatomy.modules, context)
+        self._linears = insert_sites(base.model, anatomy, context)
         self._contents: dict[int, AdapterId] = {}
         seam.handler = PagedHandler(backend, anatomy.attention)
 
