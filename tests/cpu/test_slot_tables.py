@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -111,5 +113,5 @@ def test_version_grows_with_every_change_of_a_column_and_of_no_other() -> None:
         seen.append(list(t.version))
     t.clear(Slot(0))
     seen.append(list(t.version))
-    assert all(old[0] < new[0] for old, new in zip(seen, seen[1:], strict=False))
+    assert all(old[0] < new[0] for old, new in pairwise(seen))
     assert all(version[1:] == [0, 0] for version in seen)
