@@ -25,6 +25,7 @@ class Routing:
         self.token_slot = torch.full((max_tokens,), num_slots, dtype=torch.int32, device=device)
         self.sorted_rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.slot_start = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
+        self.slot_start[-1] = max_tokens
         self.num_tokens = 0
         self.segments: tuple[Segment, ...] = ()
         """Host copy of the sorted order's runs; empty when only the base takes part."""
@@ -37,6 +38,7 @@ class Routing:
         expanded = np.repeat(
             np.asarray(slots, dtype=np.int32), np.asarray(tokens_per_seq, dtype=np.int64)
         )
+        assert expanded.size <= self.max_tokens, f"{expanded.size} tokens do not fit into a step"
         self.num_tokens = expanded.size
         token_slot[: expanded.size] = expanded
         order = np.argsort(token_slot, kind="stable").astype(np.int32)
