@@ -30,6 +30,7 @@ class ScriptedEngine:
     script: Mapping[str | None, Sequence[str]]
     max_step_adapters: int = 0
     dies: frozenset[str] = frozenset()
+    base_name: str = "SmolLM2-135M-Instruct"
     text: Codec = field(default_factory=Codec)
     log: list[str] = field(default_factory=list)
     """``submit``, ``first delta``, ``start`` and ``stop``, as they happen."""

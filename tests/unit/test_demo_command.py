@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 
 from loramux.cli import demo as command
 from loramux.cli.demo import demo, engine_options
-from loramux.config import EngineOptions, ServerOptions
+from loramux.config import EngineOptions
+from loramux.demo import serve as demo_serve
 from loramux.demo.answers import Grid
-from loramux.demo.serve import curl_examples, listen
+from loramux.demo.serve import curl_examples
 from loramux.errors import ConfigError
 from tests.unit.scripted_engine import ScriptedEngine
 
@@ -120,6 +121,20 @@ def test_taken_port_is_an_error_before_anything_is_loaded(build: Build) -> None:
     assert build.calls == []
 
 
+def test_serve_goes_on_with_the_same_engine_and_stops_it_afterwards(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def serve_app(app: Any, sock: socket.socket) -> None:
+        assert app.state.context.engine is build.engine
+        assert "stop" not in build.engine.log
+        build.engine.log.append(f"served on {sock.getsockname()[1]}")
+
+    monkeypatch.setattr(demo_serve, "serve_app", serve_app)
+    result = invoke("--serve", "--port", "0")
+    assert result.exit_code == 0
+    assert build.engine.log[-2:] == [f"served on {_port(result.output)}", "stop"]
+
+
 def test_step_has_room_for_every_request_of_a_large_grid() -> None:
     options = engine_options(Grid(tuple(f"a{n}" for n in range(40)), ("one", "two", "three")))
     assert options.adapters.max_loras == 40
@@ -128,8 +143,8 @@ def test_step_has_room_for_every_request_of_a_large_grid() -> None:
 
 
 def test_curl_examples_survive_quotes_in_the_prompt() -> None:
-    with listen(ServerOptions(port=0)) as listener:
-        text = curl_examples(listener, ("base-name", "json", "pirate"), 'What\'s "new"?')
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        text = curl_examples(sock, ("base-name", "json", "pirate"), 'What\'s "new"?')
     command_line = shlex.split(text.splitlines()[-1])
     assert command_line[:2] == ["curl", f"http://127.0.0.1:{_port(text)}/v1/chat/completions"]
     body = json.loads(command_line[-1])

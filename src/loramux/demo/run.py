@@ -20,23 +20,25 @@ async def answer_all(
     A request that fails marks its own answer and leaves the others alone.
     """
     started = time.perf_counter()
-    # All are submitted before the first is awaited, so that one step can hold all of them.
-    running = [(answer, _submit(engine, answer, max_tokens)) for answer in grid.answers]
+    # All are submitted before the first is awaited, and all prompts are tokens before the first
+    # is submitted, so that one step can hold all of them.
+    requests = [(answer, _request(engine, answer, max_tokens)) for answer in grid.answers]
+    running = [(answer, _submit(engine, answer, request)) for answer, request in requests]
     await asyncio.gather(*(_follow(answer, stream, on_finish) for answer, stream in running))
     return summarise(grid, engine.stats(), time.perf_counter() - started)
 
 
-def _submit(engine: Engine, answer: Answer, max_tokens: int) -> Stream | None:
+def _request(engine: Engine, answer: Answer, max_tokens: int) -> GenerationRequest:
+    return GenerationRequest(
+        prompt_token_ids=engine.text.render_chat([{"role": "user", "content": answer.prompt}]),
+        params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        model=answer.model,
+    )
+
+
+def _submit(engine: Engine, answer: Answer, request: GenerationRequest) -> Stream | None:
     try:
-        return engine.submit(
-            GenerationRequest(
-                prompt_token_ids=engine.text.render_chat(
-                    [{"role": "user", "content": answer.prompt}]
-                ),
-                params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
-                model=answer.model,
-            )
-        )
+        return engine.submit(request)
     except LoramuxError as error:
         answer.fail(str(error))
         return None

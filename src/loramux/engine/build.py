@@ -105,7 +105,15 @@ def assemble(
         max_rank=options.adapters.max_rank,
     )
     if options.model.self_check:
-        worst = self_check(model, worker, seam, block_size=BLOCK_SIZE, base_slot=Slot(num_slots))
+        worst = self_check(
+            model,
+            worker,
+            seam,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_step_tokens=options.scheduler.max_step_tokens,
+            base_slot=Slot(num_slots),
+        )
         log.info("self-check passed: logits within %.1e standard deviations", worst)
     text = HFText(tokenizer)
     catalog = Catalog(base_name)
