@@ -1,4 +1,4 @@
-"""Settings for everything that computes on the CPU."""
+"""One thread: tiny matrices gain nothing from more, and threads that wait for a busy core lose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """The matrices here are so small that threads would only wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

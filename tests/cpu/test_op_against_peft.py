@@ -11,13 +11,12 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from loramux.adapters.spec import LoraSpec, ModuleDelta
-from loramux.lora.layers import LoraContext
+from loramux.lora.layers import LoraContext, LoraLinear
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.lora.weights import ModuleTable, pack
 from loramux.model.anatomy import linear_shape, linear_weight
-from loramux.model.surgery import insert_sites
-from loramux.ops.interface import LoraOps
+from loramux.ops.interface import LoraOps, Site, Slice
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.stacked import StackedOps
 from loramux.types import Slot
@@ -63,9 +62,9 @@ def serve(
     tables.set(Slot(0), copy.placements, 0)
     tables.set(Slot(1), copy.placements, 0)
     routing = Routing(2, 8, CPU)
-    insert_sites(block, modules, LoraContext(ops, copy.block, tables, routing))
     routing.fill([Slot(0), Slot(1), Slot(2)], [2, 2, 1])
-    return block["linear"](x)
+    site = Site((Slice(0, 0, OUT),), IN, getattr(block["linear"], "bias", None))
+    return LoraLinear(block["linear"], site, LoraContext(ops, copy.block, tables, routing))(x)
 
 
 @pytest.mark.parametrize("make_ops", [ReferenceOps, StackedOps])

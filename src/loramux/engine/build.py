@@ -110,6 +110,7 @@ def assemble(
             worker,
             seam,
             block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
             max_step_tokens=options.scheduler.max_step_tokens,
             base_slot=Slot(num_slots),
         )

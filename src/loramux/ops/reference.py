@@ -39,22 +39,31 @@ class ReferenceOps:
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing
     ) -> None:
-        for segment in routing.segments:
-            if routing.in_order:
-                self.add_segment_(y, x, segment, site, arena, tables)
-            else:
-                # index_copy_ takes int64 only.
-                rows = routing.sorted_rows[segment.start : segment.end].long()
-                y_rows, x_rows = y.index_select(0, rows), x.index_select(0, rows)
-                self._add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
-                y.index_copy_(0, rows, y_rows)
+        segments = routing.segments
+        if not segments:
+            return
+        if routing.in_order:
+            self._add_sorted(y, x, segments, site, arena, tables)
+            return
+        # The adapters' rows come first in sorted order. index_copy_ takes int64 only.
+        rows = routing.sorted_rows[: segments[-1].end].long()
+        y_rows = y.index_select(0, rows)
+        self._add_sorted(y_rows, x.index_select(0, rows), segments, site, arena, tables)
+        y.index_copy_(0, rows, y_rows)
 
-    def add_segment_(
-        self, y: Tensor, x: Tensor, segment: Segment, site: Site, arena: Tensor, tables: SlotTables
+    def _add_sorted(
+        self,
+        y: Tensor,
+        x: Tensor,
+        segments: tuple[Segment, ...],
+        site: Site,
+        arena: Tensor,
+        tables: SlotTables,
     ) -> None:
-        """One segment of a step whose rows stand in sorted order."""
-        y_rows, x_rows = y[segment.start : segment.end], x[segment.start : segment.end]
-        self._add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
+        """Rows stand in sorted order."""
+        for segment in segments:
+            y_rows, x_rows = y[segment.start : segment.end], x[segment.start : segment.end]
+            self._add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
 
     def _add_rows(
         self, y: Tensor, x: Tensor, slot: int, site: Site, arena: Tensor, tables: SlotTables
