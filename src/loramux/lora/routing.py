@@ -27,12 +27,17 @@ class Routing:
         self.sorted_rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.slot_start = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
         self.slot_start[-1] = max_tokens
-        self.device_segments = SegmentBuffers(num_slots, max_tokens, device)
+        self._segments = SegmentBuffers(num_slots, max_tokens, device)
         self.num_tokens = 0
         self.segments: tuple[Segment, ...] = ()
         """Host copy of the sorted order's runs; empty when only the base takes part."""
         self.in_order = True
         """The rows stand in sorted order already, so ``sorted_rows`` is 0, 1, 2, …"""
+
+    @property
+    def device_segments(self) -> SegmentBuffers:
+        """The same for kernels: short segments in buffers on the device."""
+        return self._segments
 
     def fill(
         self, slots: Sequence[Slot], tokens_per_seq: Sequence[int], bucket: int | None = None
@@ -58,7 +63,7 @@ class Routing:
             Segment(slot, int(starts[slot]), int(starts[slot + 1]))
             for slot in np.flatnonzero(counts[: self.num_slots]).tolist()
         )
-        self.device_segments.fill(starts, bucket or self.num_tokens)
+        self._segments.fill(starts, bucket or self.num_tokens)
         self.token_slot.copy_(torch.from_numpy(token_slot), non_blocking=True)
         self.sorted_rows.copy_(torch.from_numpy(order), non_blocking=True)
         self.slot_start.copy_(torch.from_numpy(starts), non_blocking=True)

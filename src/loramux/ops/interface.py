@@ -70,7 +70,9 @@ class Routing(Protocol):
     """Host copy of the sorted order's runs; empty when only the base takes part."""
     in_order: bool
     """The rows stand in sorted order already, so ``sorted_rows`` is 0, 1, 2, …"""
-    device_segments: DeviceSegments
+
+    @property
+    def device_segments(self) -> DeviceSegments: ...
 
 
 class SlotTables(Protocol):

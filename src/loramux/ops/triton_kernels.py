@@ -15,6 +15,8 @@ which knows no bfloat16 products.
 
 from __future__ import annotations
 
+# Kernels are Triton, not Python: constants and ranges have other types than a checker thinks.
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -17,6 +19,9 @@ _MAX_SLICES = 3
 """Slices of one launch; a site with more takes several."""
 _MAX_SPLITS = 16
 _INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
+# Launch options are no parameters of the kernels, so a type checker cannot know them.
+_shrink: Any = shrink_kernel
+_expand: Any = expand_kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +31,14 @@ class Tiles:
     split_k: int
     block_k: int = 128
     block_r: int = 16
+    shrink_warps: int = 4
+    shrink_stages: int = 3
     block_n: int = 256
-    num_warps: int = 4
-    num_stages: int = 3
+    expand_warps: int = 4
+
+
+ChooseTiles = Callable[[int, DeviceSegments], Tiles]
+"""Tiles of a site with so many input features, for a step's segments."""
 
 
 class TritonOps:
@@ -42,7 +52,15 @@ class TritonOps:
 
     name = "triton"
 
-    def __init__(self, *, max_padded_rows: int, max_rank: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        max_padded_rows: int,
+        max_rank: int,
+        device: torch.device,
+        choose: ChooseTiles | None = None,
+    ) -> None:
+        self._choose = choose or choose_tiles
         self._device = device
         self._max_rows = max_padded_rows
         self._planes = torch.empty(0, dtype=torch.float32, device=device)
@@ -92,7 +110,7 @@ class TritonOps:
         beside: bool,
     ) -> None:
         segments = routing.device_segments
-        tiles = choose_tiles(site.in_features, segments)
+        tiles = self._choose(site.in_features, segments)
         first, column = slices[0].module, slices[0].start
         rows = slice(first, first + len(slices))
         y_part = y[:, column:]
@@ -102,7 +120,7 @@ class TritonOps:
         unit = ALIGN_BYTES // arena.element_size()
         dot = tl.bfloat16 if arena.dtype == torch.bfloat16 and not _INTERPRETED else tl.float32
         num_rank_blocks = triton.cdiv(self.max_rank, tiles.block_r)
-        shrink_kernel[(segments.grid, len(slices) * num_rank_blocks, tiles.split_k)](
+        _shrink[(segments.grid, len(slices) * num_rank_blocks, tiles.split_k)](
             x,
             self._planes,
             arena,
@@ -126,12 +144,12 @@ class TritonOps:
             BLOCK_K=tiles.block_k,
             DOT=dot,
             PRECISION="ieee",
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
+            num_warps=tiles.shrink_warps,
+            num_stages=tiles.shrink_stages,
         )
         num_tiles = sum(triton.cdiv(size, tiles.block_n) for size in sizes)
         bias = None if site.bias is None else site.bias[column:]
-        expand_kernel[(segments.grid, num_tiles)](
+        _expand[(segments.grid, num_tiles)](
             y_part,
             self._planes,
             arena,
@@ -161,7 +179,7 @@ class TritonOps:
             BESIDE=beside,
             DOT=dot,
             PRECISION="ieee",
-            num_warps=tiles.num_warps,
+            num_warps=tiles.expand_warps,
         )
 
 
