@@ -207,7 +207,12 @@ def _expand_tile(
     mask = row_mask[:, None] & n_mask[None, :]
     if r == 0:
         if BESIDE:
-            tl.store(target, tl.full((BLOCK_M, BLOCK_N), -0.0, y.dtype.element_ty), mask=mask)
+            # By its bits, because the compiler makes 0.0 of the number -0.0.
+            if y.dtype.element_ty.primitive_bitwidth == 16:
+                sign = tl.full((BLOCK_M, BLOCK_N), 0x8000, tl.uint16)
+            else:
+                sign = tl.full((BLOCK_M, BLOCK_N), 0x80000000, tl.uint32)
+            tl.store(target, sign.to(y.dtype.element_ty, bitcast=True), mask=mask)
         return
 
     b = arena + tl.load(offset_b + PART * table_stride + slot) * UNIT
