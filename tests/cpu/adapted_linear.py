@@ -28,7 +28,7 @@ class Part:
     gain: Tensor | None
 
 
-@dataclass
+@dataclass(eq=False)
 class AdaptedLinear:
     """A linear of several modules side by side (one slice each) and its slots.
 
@@ -42,6 +42,7 @@ class AdaptedLinear:
     bias: Tensor | None = None
     max_tokens: int = 64
     arena_bytes: int = 2**23
+    device: torch.device = CPU
     parts: dict[Slot, list[Part | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,10 +55,11 @@ class AdaptedLinear:
             Slice(i, start, out)
             for i, (start, out) in enumerate(zip(starts, self.out_features, strict=True))
         )
-        self.site = Site(slices, self.in_features, self.bias)
-        self.store = DeviceStore(self.arena_bytes, self.dtype, CPU)
-        self.tables = SlotTables(len(shapes), self.num_slots, CPU)
-        self.routing = Routing(self.num_slots, self.max_tokens, CPU)
+        bias = None if self.bias is None else self.bias.to(self.device)
+        self.site = Site(slices, self.in_features, bias)
+        self.store = DeviceStore(self.arena_bytes, self.dtype, self.device)
+        self.tables = SlotTables(len(shapes), self.num_slots, self.device)
+        self.routing = Routing(self.num_slots, self.max_tokens, self.device)
         self._copies: dict[Slot, HostCopy] = {}
 
     def normal(self, *shape: int) -> Tensor:
@@ -108,7 +110,7 @@ class AdaptedLinear:
         x = self.normal(num_rows, self.in_features) * self.in_features**0.5
         y = self.normal(num_rows, sum(self.out_features)) * sum(self.out_features) ** 0.5
         y[:, 0], y[:, -1] = 0.0, -0.0
-        return x.to(self.dtype), y.to(self.dtype)
+        return x.to(self.device, self.dtype), y.to(self.device, self.dtype)
 
     def run(self, ops: LoraOps, slots: Sequence[Slot], x: Tensor, y: Tensor) -> Tensor:
         """What an op makes of y, which stays as it is."""
@@ -119,7 +121,7 @@ class AdaptedLinear:
 
     def expected(self, slots: Sequence[Slot], x: Tensor, y: Tensor) -> Tensor:
         """The same by the formula, row by row in float64."""
-        result = y.double()
+        x, result = x.cpu(), y.double().cpu()
         for row, slot in enumerate(slots):
             if slot == self.num_slots:
                 continue
