@@ -215,7 +215,8 @@ def sweep(model: Model, rank: int) -> dict[str, dict[str, float]]:
     """One parameter at a time, away from the choice that is made today."""
     changes = [
         {}, {"split_k": 4}, {"split_k": 2}, {"block_k": 256}, {"shrink_stages": 4},
-        {"shrink_warps": 2}, {"block_n": 128}, {"block_n": 512}, {"block_n": 512, "expand_warps": 8},
+        {"shrink_warps": 2}, {"block_n": 128}, {"block_n": 512},
+        {"block_n": 512, "expand_warps": 8},
         {"expand_warps": 2}, {"expand_warps": 8}, {"block_n": 128, "expand_warps": 2},
         {"split_k": 4, "block_k": 256}, {"split_k": 4, "shrink_warps": 2},
         {"split_k": 4, "block_n": 128}, {"expand_stages": 2},
