@@ -1,4 +1,4 @@
-"""Stand-ins for tests of what is built on loramux; importing this module imports no torch."""
+"""An engine without a model: it answers with the prompt itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from loramux.errors import (
     AdapterExists,
@@ -17,6 +16,7 @@ from loramux.errors import (
     UnknownAdapter,
     UnknownModel,
 )
+from loramux.testing.codec import FakeCodec
 from loramux.types import (
     AdapterId,
     AdapterInfo,
@@ -26,25 +26,6 @@ from loramux.types import (
     RequestId,
     TokenLogprobs,
 )
-
-
-class FakeCodec:
-    """Every character is one token, its code point; ``chat_template`` False refuses chats."""
-
-    def __init__(self, *, chat_template: bool = True) -> None:
-        self._chat_template = chat_template
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token) for token in token_ids)
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """``role:content`` and a line break for each message."""
-        if not self._chat_template:
-            raise InvalidRequest("the model has no chat template", "messages")
-        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
 
 
 class FakeEngine:
