@@ -11,6 +11,7 @@ from loramux.adapters.catalog import Catalog
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.core import EngineCore
+from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits
 from loramux.testing import FakeCodec, FakeWorker, expected_tokens
 from loramux.testing.worker import VOCAB_SIZE
@@ -123,6 +124,8 @@ class SmallEngine:
         )
         self.admission = Admission(self.catalog, RequestLimits(max_model_len, VOCAB_SIZE))
         self.outcomes: dict[RequestId, list[Outcome]] = {}
+        self.sequences: list[Request] = []
+        """All that were ever submitted."""
         for name in adapters:
             self.load(name)
 
@@ -147,6 +150,7 @@ class SmallEngine:
         sequences = self.admission.admit(request)
         self.core.add(sequences)
         self.core.check()
+        self.sequences += sequences
         request_id = sequences[0].parent_id
         self.outcomes[request_id] = [Outcome() for _ in sequences]
         return request_id
@@ -159,9 +163,10 @@ class SmallEngine:
         self._take(deltas)
         return deltas
 
-    def run(self, *, max_steps: int = 2000) -> None:
-        """Step until all requests have ended."""
-        for _ in range(max_steps):
+    def run(self) -> None:
+        """Step until all requests have ended, which they do even if each is computed thrice."""
+        num_sequences = self.core.stats().num_running + self.core.stats().num_waiting
+        for _ in range(3 * self.max_model_len * num_sequences + 1):
             if not self.core.has_work:
                 return
             self.step()
