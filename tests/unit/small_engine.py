@@ -98,10 +98,11 @@ class SmallEngine:
         eos: Collection[int] = (),
         adapter_bytes: Mapping[str, int] | None = None,
         adapters: Sequence[str] = (),
+        worker_type: type[FakeWorker] = FakeWorker,
     ) -> None:
         self.max_model_len = max_model_len
         self.eos = eos
-        self.worker = FakeWorker(
+        self.worker = worker_type(
             num_slots=num_slots,
             num_blocks=num_blocks,
             block_size=block_size,
