@@ -58,7 +58,7 @@ def check_base(llm: LLM, case: Case) -> None:
     ):
         check(output, golden)
     with pytest.raises(UnknownModel):
-        ask(llm, [case.prompts[0]], [NAME])
+        ask(llm, [(1, 2, 3)], [NAME])
 
 
 @pytest.mark.parametrize("case", ANSWERED, ids=lambda case: case.name)

@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "testing": ("engine.interface", *_ADAPTERS, *_PURE),
     "demo": _FRONT,
     "cli": ("demo", "engine.llm", *_FRONT),
+    "__main__": ("cli",),
     "deploy": _FRONT,
 }
 

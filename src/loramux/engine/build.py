@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loramux.adapters.catalog import Catalog
@@ -21,6 +22,7 @@ from loramux.model.anatomy import Anatomy, examine
 from loramux.model.attention_seam import AttentionSeam
 from loramux.model.load import BaseModel, load_base
 from loramux.ops.reference import ReferenceOps
+from loramux.ops.stacked import StackedOps
 from loramux.ops.torch_attention import TorchAttention
 from loramux.scheduling.scheduler import Limits
 from loramux.types import Slot
@@ -89,7 +91,8 @@ def assemble(
         BLOCK_SIZE,
         model.dtype,
     )
-    ops = ReferenceOps()
+    # float32 products start fast enough for one after the other.
+    ops = StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
     worker = Worker(
         model,
         anatomy,
@@ -102,7 +105,15 @@ def assemble(
         max_rank=options.adapters.max_rank,
     )
     if options.model.self_check:
-        worst = self_check(model, worker, seam, block_size=BLOCK_SIZE, base_slot=Slot(num_slots))
+        worst = self_check(
+            model,
+            worker,
+            seam,
+            block_size=BLOCK_SIZE,
+            num_blocks=num_blocks,
+            max_step_tokens=options.scheduler.max_step_tokens,
+            base_slot=Slot(num_slots),
+        )
         log.info("self-check passed: logits within %.1e standard deviations", worst)
     text = HFText(tokenizer)
     catalog = Catalog(base_name)

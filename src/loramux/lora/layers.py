@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -29,6 +30,11 @@ class LoraLinear(nn.Module):
         self.base = base
         self.site = site
         self.context = context
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's; some modelling code asks for its dtype."""
+        return cast(Tensor, self.base.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """x ``[1, T, in]`` -> ``[1, T, out]``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ class Anatomy:
 
     attention: dict[int, tuple[KvShape, AttentionParams]]
     modules: ModuleTable
+    sites: tuple[tuple[int, ...], ...]
+    """Modules (rows of the table) that run as one linear, in the order of their calls."""
     layout: BaseLayout
 
 
@@ -44,9 +46,9 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
         for name, module in model.named_modules()
         if linear_shape(module) is not None and module is not model.get_output_embeddings()
     }
-    calls: Counter[str] = Counter()
+    calls: dict[str, list[Tensor]] = {}
     hooks = [
-        module.register_forward_hook(_counter(calls, name)) for name, module in linears.items()
+        module.register_forward_hook(_recorder(calls, name)) for name, module in linears.items()
     ]
     try:
         tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None] % base.vocab_size
@@ -62,12 +64,13 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
             f"{len(recorder.layers)} of its {num_layers} layers use transformers' attention "
             "interface; the others keep a state of their own, which paged attention cannot hold",
         )
-    names = tuple(name for name in linears if calls[name] == 1)
+    names = tuple(name for name in calls if _saw_every_token_once(calls[name]))
     shapes = tuple(_shape(linears[name]) for name in names)
     everything = frozenset(name for name, _ in model.named_modules() if name)
     return Anatomy(
         attention=recorder.layers,
         modules=ModuleTable(names, shapes),
+        sites=_sites(names, linears, calls),
         layout=BaseLayout(base.name, dict(zip(names, shapes, strict=True)), everything - {*names}),
     )
 
@@ -93,9 +96,24 @@ def _shape(module: nn.Module) -> ModuleShape:
     return shape
 
 
-def _counter(calls: Counter[str], name: str) -> Any:
-    def count(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        whole = args and args[0].shape[:-1].numel() == _PROBE_TOKENS
-        calls[name] += 1 if whole else 2  # 2: never taken for "once, with every token"
+def _recorder(calls: dict[str, list[Tensor]], name: str) -> Any:
+    def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        calls.setdefault(name, []).extend(args[:1])
 
-    return count
+    return record
+
+
+def _saw_every_token_once(inputs: Sequence[Tensor]) -> bool:
+    return len(inputs) == 1 and inputs[0].shape[:-1].numel() == _PROBE_TOKENS
+
+
+def _sites(
+    names: Sequence[str], linears: Mapping[str, nn.Module], calls: Mapping[str, Sequence[Tensor]]
+) -> tuple[tuple[int, ...], ...]:
+    """Plain linears of one parent that were called with the very same tensor run as one."""
+    sites: dict[tuple[str, int], list[int]] = {}
+    for module, name in enumerate(names):
+        fusible = type(linears[name]) is nn.Linear
+        parent = name.rpartition(".")[0] if fusible else name
+        sites.setdefault((parent, id(calls[name][0])), []).append(module)
+    return tuple(map(tuple, sites.values()))

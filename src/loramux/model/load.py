@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import nn
+import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,7 +39,6 @@ class BaseModel:
 
 def load_base(path: str, options: ModelOptions) -> BaseModel:
     """Load a model directory. Raises ConfigError or ModelNotServable, with the reason."""
-    device = resolve_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if not Path(path).expanduser().is_dir():
@@ -53,13 +52,13 @@ def load_base(path: str, options: ModelOptions) -> BaseModel:
         raise ModelNotServable(path, f"its config.json cannot be read: {error}") from error
     max_model_len = _context_length(config, options.max_model_len)
     _refuse_wrong_for_mixed_batches(path, config, max_model_len)
+    transformers.utils.logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=_resolve_dtype(config, options.dtype), attn_implementation="eager"
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelNotServable(path, f"it does not load as a causal model: {error}") from error
-    model = cast(nn.Module, model).to(device)
     assert isinstance(model, PreTrainedModel)
     return adopt(path, model, max_model_len)
 
@@ -87,15 +86,6 @@ def adopt(name: str, model: PreTrainedModel, max_model_len: int | None = None) -
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, model.generation_config),
     )
-
-
-def resolve_device(device: str) -> torch.device:
-    """``auto`` and ``cpu`` are the CPU. Raises ConfigError for what there is no backend for."""
-    if device == "cuda":
-        raise ConfigError(
-            "device 'cuda' has no attention and LoRA backend in this version: use cpu"
-        )
-    return torch.device("cpu")
 
 
 def _resolve_dtype(config: PreTrainedConfig, name: str) -> torch.dtype:

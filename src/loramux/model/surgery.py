@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 from torch import Tensor, nn
 
 from loramux.lora.layers import LoraContext, LoraLinear
-from loramux.lora.weights import ModuleTable
+from loramux.model.anatomy import Anatomy
+from loramux.model.fusion import FirstMember, OtherMember, fuse
 from loramux.ops.interface import Site, Slice
 
 
-def insert_sites(model: nn.Module, modules: ModuleTable, context: LoraContext) -> list[nn.Module]:
-    """Wrap every module of the table in place; returns the wrapped linears, in table order.
-
-    Each module becomes a site of one slice. A fused linear is a site whose slices name the modules
-    that went into it; everything below the sites works by slices already.
-    """
-    originals: list[nn.Module] = []
-    for index, (name, shape) in enumerate(zip(modules.names, modules.shapes, strict=True)):
-        parent_name, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(parent_name)
-        base = getattr(parent, leaf)
-        bias: Tensor | None = getattr(base, "bias", None)
-        site = Site((Slice(index, 0, shape.out_features),), shape.in_features, bias)
-        setattr(parent, leaf, LoraLinear(base, site, context))
-        originals.append(base)
+def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> list[nn.Module]:
+    """Put a LoRA-capable linear at every site; returns the base's linears, in table order."""
+    names = anatomy.modules.names
+    originals = [model.get_submodule(name) for name in names]
+    for members in anatomy.sites:
+        linears = [originals[module] for module in members]
+        linear = linears[0] if len(members) == 1 else fuse(cast(list[nn.Linear], linears))
+        site = _site(anatomy, members, cast(Tensor | None, linear.bias))
+        wrapped = LoraLinear(linear, site, context)
+        if len(members) == 1:
+            _replace(model, names[members[0]], wrapped)
+            continue
+        others = [OtherMember() for _ in members[1:]]
+        sizes = [part.size for part in site.slices]
+        for module, stand_in in zip(
+            members, [FirstMember(wrapped, sizes, others), *others], strict=True
+        ):
+            _replace(model, names[module], stand_in)
     return originals
+
+
+def _site(anatomy: Anatomy, members: Sequence[int], bias: Tensor | None) -> Site:
+    slices: list[Slice] = []
+    start = 0
+    for module in members:
+        size = anatomy.modules.shapes[module].out_features
+        slices.append(Slice(module, start, size))
+        start += size
+    return Site(tuple(slices), anatomy.modules.shapes[members[0]].in_features, bias)
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

@@ -38,6 +38,22 @@ class Segment:
     end: int
 
 
+class DeviceSegments(Protocol):
+    """Segments cut to at most ``block_rows`` rows, on the device; ``lora.segments`` fills them.
+
+    ``slot``, ``start`` and ``rows`` (each ``[capacity]`` int32): segment i is ``rows[i]`` rows of
+    ``slot[i]`` from ``start[i]`` on in sorted order. The base's rows have segments, too. Entries
+    beyond the step's own have no rows.
+    """
+
+    slot: Tensor
+    start: Tensor
+    rows: Tensor
+    block_rows: int
+    grid: int
+    """Entries that a kernel must look at; depends on the step's bucket alone."""
+
+
 class Routing(Protocol):
     """Token -> slot of this step; ``lora.routing`` owns and fills it.
 
@@ -54,6 +70,9 @@ class Routing(Protocol):
     """Host copy of the sorted order's runs; empty when only the base takes part."""
     in_order: bool
     """The rows stand in sorted order already, so ``sorted_rows`` is 0, 1, 2, …"""
+
+    @property
+    def device_segments(self) -> DeviceSegments: ...
 
 
 class SlotTables(Protocol):

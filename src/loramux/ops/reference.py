@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from loramux.ops.interface import Routing, Site, Slice, SlotTables
+from loramux.ops.interface import Routing, Segment, Site, Slice, SlotTables
 from loramux.ops.layout import ALIGN_BYTES, pad
 
 
 @dataclass(frozen=True, slots=True)
-class _Views:
+class ModuleViews:
     """One module's weights in one slot, as matrices over the arena."""
 
     version: int
+    """Of the slot, when the views were made."""
     a_t: Tensor | None
     """A transposed, ``[in, r]``; None where the rank is 0."""
     b_t: Tensor
@@ -23,27 +24,46 @@ class _Views:
 
 
 class ReferenceOps:
-    """Works through the segments of a step: two products for each adapter and slice."""
+    """Works through the segments of a step: two products for each adapter and slice.
+
+    Belongs to one model: views are kept by module and slot.
+    """
 
     name = "reference"
 
     def __init__(self) -> None:
         # Making three views costs as much as a small product, so they are kept while the slot
         # stays what it is.
-        self._views: dict[tuple[int, int], _Views] = {}
+        self._views: dict[tuple[int, int], ModuleViews] = {}
 
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing
     ) -> None:
-        for segment in routing.segments:
-            if routing.in_order:
-                x_rows, y_rows = x[segment.start : segment.end], y[segment.start : segment.end]
-                self._add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
-            else:
-                rows = routing.sorted_rows[segment.start : segment.end]
-                y_rows = y.index_select(0, rows)
-                self._add_rows(y_rows, x.index_select(0, rows), segment.slot, site, arena, tables)
-                y.index_copy_(0, rows, y_rows)
+        segments = routing.segments
+        if not segments:
+            return
+        if routing.in_order:
+            self._add_sorted(y, x, segments, site, arena, tables)
+            return
+        # The adapters' rows come first in sorted order. index_copy_ takes int64 only.
+        rows = routing.sorted_rows[: segments[-1].end].long()
+        y_rows = y.index_select(0, rows)
+        self._add_sorted(y_rows, x.index_select(0, rows), segments, site, arena, tables)
+        y.index_copy_(0, rows, y_rows)
+
+    def _add_sorted(
+        self,
+        y: Tensor,
+        x: Tensor,
+        segments: tuple[Segment, ...],
+        site: Site,
+        arena: Tensor,
+        tables: SlotTables,
+    ) -> None:
+        """Rows stand in sorted order."""
+        for segment in segments:
+            y_rows, x_rows = y[segment.start : segment.end], x[segment.start : segment.end]
+            self._add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
 
     def _add_rows(
         self, y: Tensor, x: Tensor, slot: int, site: Site, arena: Tensor, tables: SlotTables
@@ -52,7 +72,7 @@ class ReferenceOps:
         for part in site.slices:
             views = self._views.get((part.module, slot))
             if views is None or views.version != tables.version[slot]:
-                views = _make_views(part, slot, site.in_features, arena, tables)
+                views = module_views(part, slot, site.in_features, arena, tables)
                 self._views[part.module, slot] = views
             if views.a_t is None:
                 continue
@@ -70,13 +90,14 @@ class ReferenceOps:
                     y_part.add_(bias)
 
 
-def _make_views(
+def module_views(
     part: Slice, slot: int, in_features: int, arena: Tensor, tables: SlotTables
-) -> _Views:
+) -> ModuleViews:
+    """Where a slot's weights of one module stand now."""
     rank = int(tables.host_rank[part.module, slot])
     version = tables.version[slot]
     if rank == 0:
-        return _Views(version, None, arena[:0], None)
+        return ModuleViews(version, None, arena[:0], None)
     unit = ALIGN_BYTES // arena.element_size()
     in_pad, rank_pad = pad(in_features), pad(rank)
     start_a = int(tables.host_offset_a[part.module, slot]) * unit
@@ -87,4 +108,4 @@ def _make_views(
     if tables.host_has_gain[part.module, slot]:
         start_g = int(tables.host_offset_g[part.module, slot]) * unit
         gain = arena[start_g : start_g + part.size]
-    return _Views(version, a.t(), b.t(), gain)
+    return ModuleViews(version, a.t(), b.t(), gain)

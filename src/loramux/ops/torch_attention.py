@@ -27,7 +27,8 @@ class _Group:
         """Rows of the step, sequence by sequence."""
         self.num_queries = num_queries
         self.cache_rows = cache_rows
-        """``[B, L]``: cache row of each key; padding repeats row 0 and is masked."""
+        """``[B, L]``: cache row of each key. Padding is masked and repeats the sequence's own first
+        key: a masked key still counts where it is not finite, and that must hit nobody else."""
         self._positions = positions
         self._masks: dict[int | None, Tensor] = {}
 
@@ -135,9 +136,10 @@ def _padded_length(length: int) -> int:
 
 def _decode_group(length: int, members: Sequence[tuple[AttentionSequence, Tensor]]) -> _Group:
     rows = torch.tensor([s.first_row for s, _ in members], dtype=torch.long)
-    cache_rows = torch.zeros(len(members), length, dtype=torch.long)
+    cache_rows = torch.empty(len(members), length, dtype=torch.long)
     for i, (_, table) in enumerate(members):
         cache_rows[i, : len(table)] = table
+        cache_rows[i, len(table) :] = table[0]
     positions = torch.tensor([[s.num_cached] for s, _ in members])
     return _Group(rows, 1, positions, cache_rows)
 

@@ -116,9 +116,8 @@ class Scheduler:
             self._admit(budget, chosen, orders)
         if not chosen:
             return None
-        # Rows of one adapter stand together and the base's come last, so that the LoRA ops can
-        # work on ranges instead of gathered rows.
-        chosen.sort(key=lambda item: self._residency.slot_of(item[0].adapter_id))
+        # Order of arrival, not of slot: where a row stands in a matrix product can change its last
+        # bits, and an adapter must not change that for the rows beside it.
         plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
         return Step(plan, tuple(request for request, _ in chosen))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loramux.testing.codec import FakeCodec
 from loramux.testing.engine import FakeEngine, FakeStream
+from loramux.testing.models import random_adapter, tiny_model
 from loramux.testing.worker import FakeWorker, expected_prompt_logprobs, expected_tokens
 
 __all__ = [
@@ -13,4 +14,6 @@ __all__ = [
     "FakeWorker",
     "expected_prompt_logprobs",
     "expected_tokens",
+    "random_adapter",
+    "tiny_model",
 ]

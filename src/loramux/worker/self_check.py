@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -20,9 +22,19 @@ _TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 0.25}
 """Largest difference of a logit, in standard deviations of all logits. A wrong mask or a missing
 position is off by more than one; batching and rounding stay a factor of ten below these."""
 
+_Part = tuple[int, int, int]
+"""A sequence's part of a step: sequence, start and end of its tokens."""
+
 
 def self_check(
-    base: BaseModel, worker: Worker, seam: AttentionSeam, *, block_size: int, base_slot: Slot
+    base: BaseModel,
+    worker: Worker,
+    seam: AttentionSeam,
+    *,
+    block_size: int,
+    num_blocks: int,
+    max_step_tokens: int,
+    base_slot: Slot,
 ) -> float:
     """The largest difference seen, in standard deviations. Raises ModelNotServable.
 
@@ -30,50 +42,75 @@ def self_check(
     an architecture treats in a way the paged attention does not know.
     """
     longest = min(base.max_model_len, max(end for step in _STEPS for _, end in step))
+    blocks_each = -(-longest // block_size)
+    num_sequences = min(2, num_blocks // blocks_each)
     prompts = [
-        [(i * 7919 + s * 104729 + 1) % base.vocab_size for i in range(longest)] for s in range(2)
+        [(i * 7919 + s * 104729 + 1) % base.vocab_size for i in range(longest)]
+        for s in range(num_sequences)
     ]
-    served: list[list[Tensor]] = [[], []]
-    for step in _STEPS:
-        parts = [(i, a, min(b, longest)) for i, (a, b) in enumerate(step) if a < min(b, longest)]
+    steps = _steps(num_sequences, longest, max_step_tokens)
+    served = _served_logits(worker, prompts, steps, blocks_each, base_slot)
+    worst = 0.0
+    for prompt, logits in zip(prompts, served, strict=True):
+        difference = _difference(logits, _plain_logits(base, seam, prompt[: len(logits)]))
+        if not difference <= _TOLERANCE[base.dtype]:  # also when it is NaN
+            raise ModelNotServable(
+                base.name,
+                "served with paged attention its logits differ from transformers' own by "
+                f"{difference:.3g} standard deviations: the architecture treats attention or "
+                "positions in a way that is not supported (--no-self-check serves it all the same)",
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def _served_logits(
+    worker: Worker,
+    prompts: list[list[int]],
+    steps: Iterable[list[_Part]],
+    blocks_each: int,
+    base_slot: Slot,
+) -> list[Tensor]:
+    """Logits ``[tokens, vocab]`` of each prompt, as far as the steps go."""
+    served: list[list[Tensor]] = [[] for _ in prompts]
+    # Blocks in an order that is not that of memory; those of two sequences alternate.
+    tables = [
+        [len(prompts) * block + i for block in reversed(range(blocks_each))]
+        for i in range(len(prompts))
+    ]
+    for parts in steps:
         sequences = tuple(
             SequenceStep(
                 request_id=RequestId(f"self-check-{i}"),
                 token_ids=prompts[i][start:end],
                 start=start,
-                block_table=_block_table(i, longest, block_size),
+                block_table=tables[i],
                 slot=base_slot,
                 prompt_logprobs=0,
-                next_prompt_tokens=prompts[i][start:end],
+                next_prompt_tokens=prompts[i][start:end],  # one row of logits for every token
             )
             for i, start, end in parts
         )
-        if not sequences:
-            break
-        plan = StepPlan((), sequences)
-        rows = worker.forward(build_inputs(plan), plan.sequences)
+        rows = worker.forward(build_inputs(StepPlan((), sequences)), sequences)
         for i, start, end in parts:
             served[i].append(rows[: end - start])
             rows = rows[end - start :]
-    worst = max(
-        _difference(torch.cat(rows), _plain_logits(base, seam, prompts[i][: sum(map(len, rows))]))
-        for i, rows in enumerate(served)
-        if rows
-    )
-    if not worst <= _TOLERANCE[base.dtype]:
-        raise ModelNotServable(
-            base.name,
-            f"served with paged attention its logits differ from transformers' own by {worst:.3g} "
-            "standard deviations: the architecture treats attention or positions in a way that is "
-            "not supported (--no-self-check serves it all the same)",
-        )
-    return worst
+    return [torch.cat(rows) for rows in served]
 
 
-def _block_table(sequence: int, length: int, block_size: int) -> list[int]:
-    """Blocks in an order that is not that of memory; the two sequences' blocks alternate."""
-    count = -(-length // block_size)
-    return [2 * block + sequence for block in reversed(range(count))]
+def _steps(num_sequences: int, longest: int, max_step_tokens: int) -> Iterator[list[_Part]]:
+    """The parts of each step, cut to what the engine's limits allow."""
+    for step in _STEPS:
+        spans = enumerate(step[:num_sequences])
+        parts = [(i, a, min(b, longest)) for i, (a, b) in spans if a < longest]
+        if not parts:
+            return
+        if sum(b - a for _, a, b in parts) <= max_step_tokens:
+            yield parts
+        else:
+            for i, a, b in parts:
+                for start in range(a, b, max_step_tokens):
+                    yield [(i, start, min(start + max_step_tokens, b))]
 
 
 @torch.inference_mode()

@@ -12,6 +12,7 @@ from torch import Tensor
 from loramux.adapters.formats.peft import read_peft
 from loramux.adapters.identity import adapter_id
 from loramux.adapters.spec import PreparedAdapter
+from loramux.errors import AdapterRefused
 from loramux.lora.device_store import DeviceStore
 from loramux.lora.host_store import HostStore
 from loramux.lora.layers import LoraContext
@@ -31,6 +32,11 @@ from loramux.worker.logprobs import prompt_logprobs
 from loramux.worker.sampler import Sampled, Sampler
 
 log = logging.getLogger(__name__)
+
+_NOT_FINITE = (
+    "its weights are not finite once the scale is multiplied in, or DoRA divides by the norm of a "
+    "row of the adapted weight that is zero: PEFT would give NaN, too"
+)
 
 
 class Worker:
@@ -63,7 +69,7 @@ class Worker:
         self._routing = Routing(num_slots, max_step_tokens, device)
         self._sampler = Sampler()
         context = LoraContext(ops, self._device.arena, self._tables, self._routing)
-        self._linears = insert_sites(base.model, anatomy.modules, context)
+        self._linears = insert_sites(base.model, anatomy, context)
         self._contents: dict[int, AdapterId] = {}
         seam.handler = PagedHandler(backend, anatomy.attention)
 
@@ -73,6 +79,8 @@ class Worker:
         copy = pack(
             loaded.spec, loaded.tensors, self._anatomy.modules, self._base.dtype, self._base_weight
         )
+        if not copy.block.isfinite().all():
+            raise AdapterRefused(name, [_NOT_FINITE])
         return PreparedAdapter(
             adapter_id=adapter_id(loaded.spec, loaded.tensors),
             num_bytes=copy.num_bytes,

@@ -1,0 +1,236 @@
+"""What does the LoRA op cost per layer of a Llama-3.1-8B shape on a GPU, and what does it hide?
+
+Thirty-two layers of four fused sites with random adapters in one arena, as a CUDA graph, so that no
+weights are found in a cache. ``alone``: only the op. ``in_place``, ``beside``: microseconds that
+the op adds to a chain of the base's matrix products, after each product or next to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import finish
+from benchmarks.timing import graph_microseconds
+from benchmarks.workloads import BASE, rows_of
+from loramux.lora.routing import Routing
+from loramux.lora.slots import SlotTables
+from loramux.lora.weights import Placement
+from loramux.ops.interface import DeviceSegments, Site, Slice
+from loramux.ops.layout import ALIGN_BYTES, pad
+from loramux.ops.triton_lora import Tiles, TritonOps, choose_tiles
+from loramux.types import Slot
+
+SITES = {
+    "qkv": (4096, (4096, 1024, 1024)),
+    "o": (4096, (4096,)),
+    "gate_up": (4096, (14336, 14336)),
+    "down": (14336, (4096,)),
+}
+DTYPE = torch.bfloat16
+
+
+class Model:
+    """The sites of all layers, their base weights and an arena full of adapters."""
+
+    def __init__(self, num_layers: int, num_slots: int, rank: int, max_tokens: int) -> None:
+        device = torch.device("cuda")
+        shapes = [
+            (inputs, size) for _ in range(num_layers) for inputs, sizes in SITES.values()
+            for size in sizes
+        ]  # fmt: skip
+        self.tables = SlotTables(len(shapes), num_slots, device)
+        self.routing = Routing(num_slots, max_tokens, device)
+        unit = ALIGN_BYTES // DTYPE.itemsize
+        cursor = 0
+        for slot in range(num_slots):
+            placements = []
+            start = cursor
+            for module, (inputs, size) in enumerate(shapes):
+                offset_a = (cursor - start) // unit
+                offset_b = offset_a + rank * pad(inputs) // unit
+                placements.append(Placement(module, rank, offset_a, offset_b))
+                cursor += rank * pad(inputs) + size * pad(rank)
+            self.tables.set(Slot(slot), placements, start // unit)
+        self.tables.flush()
+        self.arena = torch.randn(cursor, device=device, dtype=DTYPE) * 0.02
+        self.sites: list[tuple[str, Site, Tensor]] = []
+        module = 0
+        for _ in range(num_layers):
+            for name, (inputs, sizes) in SITES.items():
+                starts = list(itertools.accumulate(sizes, initial=0))
+                slices = tuple(Slice(module + i, starts[i], size) for i, size in enumerate(sizes))
+                module += len(sizes)
+                weight = torch.randn(sum(sizes), inputs, device=device, dtype=DTYPE) * 0.01
+                self.sites.append((name, Site(slices, inputs, None), weight))
+        self.num_layers = num_layers
+
+
+class Runner:
+    """Runs all sites in the ways that are compared."""
+
+    def __init__(self, model: Model, ops: TritonOps, num_rows: int) -> None:
+        self.model, self.ops = model, ops
+        self.side = torch.cuda.Stream()
+        self.x = {
+            inputs: torch.randn(num_rows, inputs, device="cuda", dtype=DTYPE)
+            for inputs, _ in SITES.values()
+        }
+        self.y = {
+            name: torch.empty(num_rows, sum(sizes), device="cuda", dtype=DTYPE)
+            for name, (_, sizes) in SITES.items()
+        }
+        self.delta = {name: torch.empty_like(y) for name, y in self.y.items()}
+
+    def alone(self) -> None:
+        for name, site, _ in self.model.sites:
+            self._add(self.y[name], self.x[site.in_features], site)
+
+    def base(self) -> None:
+        for name, site, weight in self.model.sites:
+            torch.mm(self.x[site.in_features], weight.t(), out=self.y[name])
+
+    def in_place(self) -> None:
+        for name, site, weight in self.model.sites:
+            x = self.x[site.in_features]
+            torch.mm(x, weight.t(), out=self.y[name])
+            self._add(self.y[name], x, site)
+
+    def beside(self) -> None:
+        """Without the consumer's addition, which a compiler puts into a kernel that is there."""
+        main = torch.cuda.current_stream()
+        for name, site, weight in self.model.sites:
+            x = self.x[site.in_features]
+            self.side.wait_stream(main)
+            with torch.cuda.stream(self.side):
+                self.ops.lora_delta_(
+                    self.delta[name], x, site, self.model.arena, self.model.tables,
+                    self.model.routing,
+                )  # fmt: skip
+            torch.mm(x, weight.t(), out=self.y[name])
+            main.wait_stream(self.side)
+
+    def _add(self, y: Tensor, x: Tensor, site: Site) -> None:
+        model = self.model
+        self.ops.lora_add_(y, x, site, model.arena, model.tables, model.routing)
+
+
+def relative_error(model: Model, ops: TritonOps, slots: list[int]) -> float:
+    """Of the op on every site of the first layer, against float32 products."""
+    worst = 0.0
+    unit = ALIGN_BYTES // DTYPE.itemsize
+    for _, site, _ in model.sites[: len(SITES)]:
+        x = torch.randn(len(slots), site.in_features, device="cuda", dtype=DTYPE)
+        size = sum(part.size for part in site.slices)
+        y = torch.randn(len(slots), size, device="cuda", dtype=DTYPE)
+        wanted = y.float()
+        for part, slot in itertools.product(site.slices, set(slots) - {BASE}):
+            rank = int(model.tables.host_rank[part.module, slot])
+            a = int(model.tables.host_offset_a[part.module, slot]) * unit
+            b = int(model.tables.host_offset_b[part.module, slot]) * unit
+            a_full = model.arena[a : a + rank * pad(site.in_features)].view(rank, -1)
+            b_full = model.arena[b : b + part.size * pad(rank)].view(part.size, -1)[:, :rank]
+            rows = [i for i, s in enumerate(slots) if s == slot]
+            columns = slice(part.start, part.start + part.size)
+            wanted[rows, columns] += x[rows].float() @ a_full.float().t() @ b_full.float().t()
+        before = y.clone()
+        ops.lora_add_(y, x, site, model.arena, model.tables, model.routing)
+        wanted_delta, delta = wanted - before.float(), y.float() - before.float()
+        worst = max(worst, float((delta - wanted_delta).norm() / wanted_delta.norm().clamp(min=1)))
+        base_rows = [i for i, s in enumerate(slots) if s == BASE]
+        assert torch.equal(y[base_rows], before[base_rows]), "a base row changed"
+    return worst
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--sweep", action="store_true", help="try other tiles, at 64 rows")
+    parser.add_argument("--prefill", type=int, default=8192, help="rows of a prefill; 0 for none")
+    parser.add_argument("--out", help="file for the JSON record")
+    arguments = parser.parse_args()
+    results: dict[str, dict[str, float]] = {}
+    for rank in arguments.ranks:
+        model = Model(arguments.layers, arguments.slots, rank, max(8192, *arguments.rows))
+        for rows, popularity in itertools.product(
+            arguments.rows, ("identical", "distinct", "half", "base")
+        ):
+            if rows > 1 or popularity == "identical":
+                results[f"r{rank} T{rows} {popularity}"] = measure(model, rank, rows, popularity)
+        if arguments.prefill:
+            for popularity in ("identical", "runs"):
+                name = f"r{rank} T{arguments.prefill} {popularity}"
+                results[name] = measure(model, rank, arguments.prefill, popularity)
+        if arguments.sweep:
+            results |= sweep(model, rank)
+        del model
+        torch.cuda.empty_cache()
+    arguments_record = vars(arguments) | {"gpu": torch.cuda.get_device_name()}
+    finish("lora_op", arguments_record, results, arguments.out)
+
+
+def measure(
+    model: Model,
+    rank: int,
+    rows: int,
+    popularity: str,
+    choose: Callable[[int, DeviceSegments], Tiles] = choose_tiles,
+    modes: tuple[str, ...] = ("alone", "in_place", "beside"),
+) -> dict[str, float]:
+    """Microseconds per layer of one case."""
+    slots = rows_of(popularity, rows, model.tables.num_slots)
+    base = model.tables.num_slots
+    model.routing.fill([Slot(base if s == BASE else s) for s in slots], [1] * rows)
+    segments = model.routing.device_segments
+    ops = TritonOps(
+        max_padded_rows=segments.grid * segments.block_rows,
+        max_rank=rank,
+        device=torch.device("cuda"),
+        choose=choose,
+    )
+    error = relative_error(model, ops, slots)
+    assert error < 1e-2, f"relative error {error}"
+    runner = Runner(model, ops, rows)
+
+    def per_layer(mode: str) -> float:
+        return graph_microseconds([getattr(runner, mode)]) / model.num_layers
+
+    result = {"error": error}
+    floor = per_layer("base") if set(modes) - {"alone"} else 0.0
+    for mode in modes:
+        result[mode] = round(per_layer(mode) - (0.0 if mode == "alone" else floor), 1)
+    result["base"] = round(floor, 1)
+    print(f"r{rank:<3} T{rows:<5} {popularity:10}", result, flush=True)
+    return result
+
+
+def sweep(model: Model, rank: int) -> dict[str, dict[str, float]]:
+    """One parameter at a time, away from the choice that is made today."""
+    changes = [
+        {"split_k": 4}, {"split_k": 16}, {"block_k": 64}, {"block_k": 256}, {"shrink_stages": 4},
+        {"shrink_stages": 2}, {"shrink_warps": 2}, {"shrink_warps": 8}, {"block_r": 32},
+        {"block_r": 64}, {"block_n": 128}, {"block_n": 64}, {"block_n": 512},
+        {"expand_warps": 2}, {"expand_warps": 8}, {"block_n": 128, "expand_warps": 2},
+    ]  # fmt: skip
+    results = {}
+    for change, popularity in itertools.product(changes, ("identical", "distinct")):
+
+        def choose(inputs: int, segments: DeviceSegments, change: dict[str, int] = change) -> Tiles:
+            return replace(choose_tiles(inputs, segments), **change)
+
+        print(change, end=" ")
+        name = f"r{rank} T64 {popularity} {change}"
+        results[name] = measure(model, rank, 64, popularity, choose, ("alone", "beside"))
+    return results
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The LoRA op for steps of few rows, where a product costs more to start than to compute.
+
+In bfloat16 on a CPU every product takes some 25 us before it does anything, and the reference op
+needs two for each adapter and slice. Here segments that stand side by side and have few rows
+together share them: x by the A of all their adapters and slices, each row's columns of other
+adapters set to zero, and for each slice the result by the B of all adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loramux.ops.interface import Segment, Site, SlotTables
+from loramux.ops.reference import ReferenceOps, module_views
+
+MAX_ROWS = 64
+"""Rows of segments that are computed together: beyond, the work for columns that are set to zero
+outweighs the start of a product."""
+
+_MAX_IDLE = 2
+"""A stack is built anew when it holds more than this many times the slots that are wanted."""
+
+Run = tuple[Segment, ...]
+"""Neighbouring segments that are computed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """The weights of one site in several slots, side by side: by slice, then by slot."""
+
+    ranks: tuple[int, ...]
+    """Of every slice in every slot, in the order of the columns; tells one mask from another."""
+    a_t: Tensor
+    """``[in, sum of ranks]``"""
+    b_t: tuple[Tensor, ...]
+    """For each slice ``[sum of its ranks, out]``."""
+    ends: tuple[int, ...]
+    """For each slice, where its columns end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    versions: dict[int, int]
+    """The slots in it, and the version of each when its weights were copied."""
+    weights: _Weights | None = None
+    """None if a slot has a gain, or B is not finite: then zero times B would not be zero."""
+
+
+class StackedOps(ReferenceOps):
+    """Computes small segments together; large ones, and sites with DoRA, as the reference does.
+
+    Keeps a second copy of the weights that take part, at most as large as the arena.
+    """
+
+    name = "stacked"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stacks: dict[int, _Stack] = {}
+        self._segments: tuple[Segment, ...] = ()
+        self._runs: list[Run] = []
+        self._shared_slots: tuple[int, ...] = ()
+        self._masks: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def _add_sorted(
+        self,
+        y: Tensor,
+        x: Tensor,
+        segments: tuple[Segment, ...],
+        site: Site,
+        arena: Tensor,
+        tables: SlotTables,
+    ) -> None:
+        if segments != self._segments:
+            self._set_segments(segments)
+        stack = self._stack_of(site, arena, tables) if self._shared_slots else None
+        if stack is None or stack.weights is None:
+            super()._add_sorted(y, x, segments, site, arena, tables)
+            return
+        for index, run in enumerate(self._runs):
+            if len(run) == 1:
+                super()._add_sorted(y, x, run, site, arena, tables)
+            else:
+                rows = slice(run[0].start, run[-1].end)
+                self._add_run(y[rows], x[rows], index, site, stack.versions, stack.weights)
+
+    def _set_segments(self, segments: tuple[Segment, ...]) -> None:
+        self._segments = segments
+        self._runs = group(segments)
+        self._shared_slots = tuple(s.slot for run in self._runs if len(run) > 1 for s in run)
+        self._masks.clear()
+
+    def _add_run(
+        self, y: Tensor, x: Tensor, index: int, site: Site, slots: Iterable[int], weights: _Weights
+    ) -> None:
+        if not any(weights.ranks):
+            return
+        key = (index, weights.ranks)
+        if key not in self._masks:
+            self._masks[key] = _mask(self._runs[index], [*slots] * len(site.slices), weights.ranks)
+        # Set to zero, not multiplied by it: another adapter's column may be infinite or NaN.
+        own = x.mm(weights.a_t).masked_fill_(self._masks[key], 0.0)
+        start = 0
+        for part, b_t, end in zip(site.slices, weights.b_t, weights.ends, strict=True):
+            if end > start:
+                y[:, part.start : part.start + part.size].addmm_(own[:, start:end], b_t)
+            start = end
+
+    def _stack_of(self, site: Site, arena: Tensor, tables: SlotTables) -> _Stack:
+        """The site's weights in all slots that share products in this step."""
+        key, wanted = site.slices[0].module, self._shared_slots
+        stack = self._stacks.get(key)
+        if (
+            stack is None
+            or len(stack.versions) > _MAX_IDLE * len(wanted)
+            or any(stack.versions.get(slot) != tables.version[slot] for slot in wanted)
+        ):
+            stack = self._stacks[key] = _build(site, wanted, arena, tables)
+        return stack
+
+
+def group(segments: Sequence[Segment]) -> list[Run]:
+    """Neighbours together, as long as they have at most ``MAX_ROWS`` rows."""
+    runs: list[Run] = []
+    for segment in segments:
+        if runs and segment.end - runs[-1][0].start <= MAX_ROWS:
+            runs[-1] += (segment,)
+        else:
+            runs.append((segment,))
+    return runs
+
+
+def _build(site: Site, slots: Sequence[int], arena: Tensor, tables: SlotTables) -> _Stack:
+    """Copy the weights of one site in these slots."""
+    versions = {slot: tables.version[slot] for slot in slots}
+    modules = [part.module for part in site.slices]
+    if tables.host_has_gain[modules][:, slots].any():
+        return _Stack(versions)
+    a_parts = [arena.new_empty(0, site.in_features)]
+    b_stacks: list[Tensor] = []
+    ranks: list[int] = []
+    ends: list[int] = []
+    for part in site.slices:
+        b_parts = [arena.new_empty(0, part.size)]
+        for slot in slots:
+            views = module_views(part, slot, site.in_features, arena, tables)
+            if views.a_t is not None:
+                a_parts.append(views.a_t.t())
+                b_parts.append(views.b_t)
+            ranks.append(views.b_t.shape[0])
+        b_stacks.append(torch.cat(b_parts))
+        ends.append(sum(ranks))
+    if not all(b.isfinite().all() for b in b_stacks):
+        return _Stack(versions)
+    weights = _Weights(tuple(ranks), torch.cat(a_parts).t(), tuple(b_stacks), tuple(ends))
+    return _Stack(versions, weights)
+
+
+def _mask(run: Run, slots: Sequence[int], ranks: Sequence[int]) -> Tensor:
+    """``[rows, columns]`` bool: the column is of another adapter than the row."""
+    columns = torch.tensor(slots).repeat_interleave(torch.tensor(ranks))
+    counts = torch.tensor([segment.end - segment.start for segment in run])
+    rows = torch.tensor([segment.slot for segment in run]).repeat_interleave(counts)
+    return rows[:, None] != columns

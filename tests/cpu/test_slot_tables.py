@@ -1,0 +1,117 @@
+"""The slot tables: what a column says, when the device sees it, and that addresses stay."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from loramux.lora.slots import SlotTables
+from loramux.lora.weights import Placement
+from loramux.types import Slot
+
+TENSORS = ("offset_a", "offset_b", "offset_g", "rank", "has_gain")
+HOSTS = tuple(f"host_{name}" for name in TENSORS)
+
+PLACES = (
+    Placement(module=0, rank=4, offset_a=0, offset_b=10),
+    Placement(module=2, rank=9, offset_a=30, offset_b=40, offset_g=50, has_gain=True),
+)
+
+
+def tables() -> SlotTables:
+    return SlotTables(num_modules=3, num_slots=2, device=torch.device("cpu"))
+
+
+def column(of: SlotTables, slot: int) -> dict[str, list[int]]:
+    return {name: getattr(of, name)[:, slot].tolist() for name in TENSORS}
+
+
+EMPTY = {name: [0, 0, 0] for name in TENSORS}
+
+
+def test_a_column_holds_ranks_and_offsets_from_the_start_of_its_block() -> None:
+    t = tables()
+    t.set(Slot(1), PLACES, start=100)
+    t.flush()
+    assert column(t, 1) == {
+        "offset_a": [100, 0, 130],
+        "offset_b": [110, 0, 140],
+        "offset_g": [0, 0, 150],
+        "rank": [4, 0, 9],
+        "has_gain": [False, False, True],
+    }
+    assert column(t, 0) == EMPTY
+
+
+def test_nothing_of_an_earlier_adapter_is_left_in_a_column() -> None:
+    t = tables()
+    t.set(Slot(0), PLACES, start=100)
+    t.set(Slot(0), PLACES[:1], start=7)
+    t.flush()
+    assert column(t, 0)["rank"] == [4, 0, 0]
+    assert column(t, 0)["offset_a"] == [7, 0, 0]
+    assert column(t, 0)["has_gain"] == [False, False, False]
+
+
+def test_a_cleared_column_is_that_of_the_base_model() -> None:
+    t = tables()
+    t.set(Slot(0), PLACES, start=100)
+    t.clear(Slot(0))
+    t.flush()
+    assert column(t, 0) == column(t, 2) == EMPTY
+
+
+def test_the_base_models_column_cannot_be_written() -> None:
+    with pytest.raises(AssertionError, match="base model's column is fixed"):
+        tables().set(Slot(2), PLACES, start=0)
+
+
+def test_the_device_sees_changes_at_flush_and_not_before() -> None:
+    t = tables()
+    t.set(Slot(0), PLACES, start=100)
+    assert column(t, 0) == EMPTY
+    t.flush()
+    assert column(t, 0)["rank"] == [4, 0, 9]
+
+
+def test_host_and_device_agree_after_flush() -> None:
+    t = tables()
+    t.set(Slot(0), PLACES, start=100)
+    t.set(Slot(1), PLACES, start=200)
+    t.clear(Slot(0))
+    t.flush()
+    for name, host in zip(TENSORS, HOSTS, strict=True):
+        assert np.array_equal(getattr(t, name).numpy(), getattr(t, host))
+
+
+def test_addresses_never_change() -> None:
+    t = tables()
+    before = [getattr(t, name).data_ptr() for name in TENSORS]
+    for start in range(5):
+        t.set(Slot(start % 2), PLACES, start)
+        t.flush()
+    assert [getattr(t, name).data_ptr() for name in TENSORS] == before
+
+
+def test_offsets_are_64_bit_so_that_none_is_cut_off() -> None:
+    t = tables()
+    t.set(Slot(0), PLACES, start=2**40)
+    t.flush()
+    assert t.offset_a[0, 0].item() == 2**40
+    assert {t.offset_a.dtype, t.offset_b.dtype, t.offset_g.dtype} == {torch.int64}
+    assert t.rank.dtype == torch.int32
+
+
+def test_version_grows_with_every_change_of_a_column_and_of_no_other() -> None:
+    t = tables()
+    seen = [list(t.version)]
+    for change in (lambda: t.set(Slot(0), PLACES, 0), lambda: t.set(Slot(0), PLACES, 5)):
+        change()
+        seen.append(list(t.version))
+    t.clear(Slot(0))
+    seen.append(list(t.version))
+    assert all(old[0] < new[0] for old, new in pairwise(seen))
+    assert all(version[1:] == [0, 0] for version in seen)

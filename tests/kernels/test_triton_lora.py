@@ -1,0 +1,131 @@
+"""The Triton kernels against the formula: under the interpreter here, compiled on a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from loramux.ops.triton_lora import TritonOps
+from loramux.types import Slot
+from tests.cpu.adapted_linear import AdaptedLinear
+from tests.cpu.popularity import POPULARITIES, draw_slots
+
+SLOTS = 4
+BASE = Slot(SLOTS)
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+RANKS = {
+    "rank 1": (1, 1, 1),
+    "rank 24": (24, 24, 24),
+    "rank 100": (100, 100, 100),
+    "mixed ranks": (8, 1, 33),
+}
+
+
+@cache
+def loaded(
+    ranks: tuple[int, ...],
+    *,
+    dtype: torch.dtype = torch.float32,
+    dora: bool = False,
+    bias: bool = False,
+    out_features: tuple[int, ...] = (40, 17, 341),
+) -> AdaptedLinear:
+    """A linear of odd sizes; every second adapter leaves one module out."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    vector = torch.linspace(-2, 2, sum(out_features)).to(dtype) if bias else None
+    linear = AdaptedLinear(53, out_features, SLOTS, dtype, vector, device=device)
+    for slot in range(SLOTS):
+        mine = list(ranks[: len(out_features)])
+        if len(mine) > 1 and slot % 2:
+            mine[slot // 2 % len(mine)] = 0
+        linear.load(Slot(slot), mine, dora=dora)
+    return linear
+
+
+@cache
+def ops(linear: AdaptedLinear) -> TritonOps:
+    return TritonOps(
+        max_padded_rows=linear.routing.device_segments.max_padded_rows,
+        max_rank=128,
+        device=linear.device,
+    )
+
+
+def assert_close(got: Tensor, wanted: Tensor) -> None:
+    worst = (got.double().cpu() - wanted.cpu()).abs().max()
+    assert worst <= TOLERANCE[got.dtype] * wanted.abs().max(), f"off by {worst:.2e}"
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view({4: torch.int32, 2: torch.int16}[x.element_size()])
+
+
+@pytest.mark.parametrize("popularity", POPULARITIES)
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_rows_follow_the_formula(
+    dtype: torch.dtype, ranks: tuple[int, ...], popularity: str
+) -> None:
+    linear = loaded(ranks, dtype=dtype)
+    slots = draw_slots(popularity, num_rows=9, num_slots=SLOTS, order="interleaved")
+    x, y = linear.rows(len(slots))
+    got = linear.run(ops(linear), slots, x, y)
+    assert_close(got, linear.expected(slots, x, y))
+    for row, slot in enumerate(slots):
+        if slot == BASE:
+            assert torch.equal(bits(got[row]), bits(y[row]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_dora_scales_everything_but_the_bias(bias: bool) -> None:
+    linear = loaded((8, 24, 3), dora=True, bias=bias)
+    slots = draw_slots("mixed", num_rows=8, num_slots=SLOTS, order="interleaved")
+    x, y = linear.rows(len(slots))
+    assert_close(linear.run(ops(linear), slots, x, y), linear.expected(slots, x, y))
+
+
+@pytest.mark.parametrize("popularity", POPULARITIES)
+def test_the_delta_form_leaves_every_bit_where_there_is_no_adapter(popularity: str) -> None:
+    linear = loaded((8, 1, 33), dtype=torch.bfloat16)
+    slots = draw_slots(popularity, num_rows=9, num_slots=SLOTS, order="interleaved")
+    x, y = linear.rows(len(slots))
+    delta = torch.full_like(y, torch.nan)
+    linear.routing.fill(slots, [1] * len(slots))
+    ops(linear).lora_delta_(
+        delta, x, linear.site, linear.store.arena, linear.tables, linear.routing
+    )
+    assert_close(y + delta, linear.expected(slots, x, y))
+    for row, slot in enumerate(slots):
+        if slot == BASE:
+            assert torch.equal(bits((y + delta)[row]), bits(y[row]))
+
+
+def test_segments_longer_than_a_tile_are_cut() -> None:
+    linear = loaded((8, 1, 33))
+    slots = [Slot(1)] * 35 + [BASE] * 3
+    x, y = linear.rows(len(slots))
+    assert_close(linear.run(ops(linear), slots, x, y), linear.expected(slots, x, y))
+
+
+def test_another_adapter_s_nan_stays_in_its_rows() -> None:
+    linear = AdaptedLinear(53, (40,), SLOTS, device=loaded((8, 1, 33)).device)
+    linear.load(Slot(0), [8], poison="b")
+    linear.load(Slot(1), [8])
+    x, y = linear.rows(6)
+    got = linear.run(ops(linear), [Slot(s) for s in (0, 1, SLOTS, 1, 0, 1)], x, y)
+    assert got[[1, 2, 3, 5]].isfinite().all()
+    assert got[[0, 4]].isnan().any(dim=1).all()
+
+
+def test_a_padded_bucket_computes_the_same(device: torch.device) -> None:
+    linear = loaded((8, 1, 33))
+    slots = draw_slots("mixed", num_rows=5, num_slots=SLOTS, order="interleaved")
+    x, y = linear.rows(16)
+    result = y.clone()
+    linear.routing.fill(slots, [1] * len(slots), bucket=16)
+    ops(linear).lora_add_(result, x, linear.site, linear.store.arena, linear.tables, linear.routing)
+    assert_close(result[:5], linear.expected(slots, x[:5], y[:5]))
+    assert torch.equal(bits(result[5:]), bits(y[5:]))
