@@ -225,7 +225,7 @@ def test_a_preempted_sequence_runs_before_those_that_came_later() -> None:
     assert next(iter(bench.step())) == "r1"
 
 
-def test_a_step_that_preempts_starts_nobody() -> None:
+def test_nobody_starts_in_the_place_of_who_was_preempted() -> None:
     bench = Bench(num_blocks=4)
     bench.add(8)
     bench.add(8)
@@ -319,13 +319,23 @@ def test_the_adapter_whose_sequences_ended_first_gives_up_its_slot() -> None:
     assert bench.residency.find_slot(AdapterId("b")) is None
 
 
-def test_rows_of_one_adapter_stand_together_and_the_base_comes_last() -> None:
+def test_rows_stand_in_order_of_arrival_whatever_their_slots() -> None:
     bench = Bench()
     for adapter in (None, "b", "a", "b"):
         bench.add(2, adapter)
     bench.step()
-    assert [part.slot for part in bench.last.plan.sequences] == [0, 0, 1, 2]
-    assert [request.request_id for request in bench.last.requests] == ["r1", "r3", "r2", "r0"]
+    assert [part.slot for part in bench.last.plan.sequences] == [2, 0, 1, 0]
+    assert [request.request_id for request in bench.last.requests] == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_row_that_was_passed_stands_before_later_arrivals_from_its_first_step() -> None:
+    bench = Bench(num_slots=1)
+    holder = bench.add(2, "a")
+    bench.add(2, "b")
+    bench.add(2)
+    bench.step()
+    bench.remove(holder)
+    assert list(bench.step()) == list(bench.step()) == ["r1", "r2"]
 
 
 def test_prompt_logprobs_are_asked_for_every_token_but_the_first() -> None:

@@ -80,6 +80,10 @@ class Residency:
         """Pin these and no others: a pinned adapter keeps its slot while idle, once it has one."""
         self._pinned = set(adapter_ids)
 
+    @property
+    def pinned(self) -> Set[AdapterId]:
+        return self._pinned
+
     def knows(self, adapter_id: AdapterId) -> bool:
         return adapter_id in self._bytes
 

@@ -73,8 +73,9 @@ class AdapterDesk:
         return [self._describe(entry) for entry in self._catalog]
 
     def check(self) -> None:
-        """Assert that the adapters with bytes are those that a name or a sequence holds."""
+        """Assert that residency and catalog know of the same adapters and pins."""
         assert self._residency.known() == self._catalog.held(), "an adapter leaked or is lost"
+        assert self._residency.pinned == {e.adapter_id for e in self._catalog if e.pinned}
 
     def _let_go(self, adapter_ids: Iterable[AdapterId]) -> None:
         """Free adapters that no name and no request holds, in every tier."""

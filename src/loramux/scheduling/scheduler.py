@@ -103,7 +103,6 @@ class Scheduler:
         """The next step, or None when there is no work."""
         budget = self._limits.max_step_tokens - len(self._running)
         chosen: list[tuple[Request, int]] = []
-        preemptions_before = self.num_preemptions
         for request in list(self._running):
             if not request.running:
                 continue  # preempted in favour of an earlier request of this same step
@@ -112,12 +111,13 @@ class Scheduler:
                 chosen.append((request, count))
                 budget -= count - 1
         orders: list[SlotOrder] = []
-        if self.num_preemptions == preemptions_before:
-            self._admit(budget, chosen, orders)
+        # Who was preempted just now needs more blocks than that has left, so nobody starts again.
+        self._admit(budget, chosen, orders)
         if not chosen:
             return None
         # Order of arrival, not of slot: where a row stands in a matrix product can change its last
         # bits, and an adapter must not change that for the rows beside it.
+        chosen.sort(key=lambda item: item[0].arrival)
         plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
         return Step(plan, tuple(request for request, _ in chosen))
 
@@ -244,9 +244,8 @@ class Scheduler:
             slot=self._residency.slot_of(request.adapter_id),
             sample=sample,
             prompt_logprobs=request.params.prompt_logprobs if wants_prompt else None,
-            next_prompt_tokens=request.tokens[start + 1 : min(end + 1, request.num_prompt_tokens)]
-            if wants_prompt
-            else (),
+            # There is no output yet while some of these are missing.
+            next_prompt_tokens=request.tokens[start + 1 : end + 1] if wants_prompt else (),
         )
 
     def _num_blocks(self, num_tokens: int) -> int:
