@@ -90,7 +90,8 @@ def shrink_kernel(
 
     plane = (split * NUM_SLICES + part) * plane_rows.to(tl.int64)
     target = planes + (plane + segment * BLOCK_M + rows[:, None]) * plane_ranks + ranks[None, :]
-    tl.store(target, acc, mask=row_mask[:, None] & rank_mask[None, :])
+    # Beyond the rank there are zeros: a mask within a vector would make every store a small one.
+    tl.store(target, acc, mask=row_mask[:, None])
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def expand_kernel(
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # divides shrink's, which fills whole blocks of ranks
     HAS_BIAS: tl.constexpr,
     BESIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -188,7 +189,7 @@ def _expand_tile(
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # divides shrink's, which fills whole blocks of ranks
     HAS_BIAS: tl.constexpr,
     BESIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -207,7 +208,12 @@ def _expand_tile(
     mask = row_mask[:, None] & n_mask[None, :]
     if r == 0:
         if BESIDE:
-            tl.store(target, tl.full((BLOCK_M, BLOCK_N), -0.0, y.dtype.element_ty), mask=mask)
+            # By its bits, because the compiler makes 0.0 of the number -0.0.
+            if y.dtype.element_ty.primitive_bitwidth == 16:
+                sign = tl.full((BLOCK_M, BLOCK_N), 0x8000, tl.uint16)
+            else:
+                sign = tl.full((BLOCK_M, BLOCK_N), 0x80000000, tl.uint32)
+            tl.store(target, sign.to(y.dtype.element_ty, bitcast=True), mask=mask)
         return
 
     b = arena + tl.load(offset_b + PART * table_stride + slot) * UNIT
@@ -219,11 +225,7 @@ def _expand_tile(
         for split in tl.static_range(SPLIT_K):
             plane = (split * NUM_SLICES + PART) * plane_rows.to(tl.int64)
             source = planes + (plane + segment * BLOCK_M + rows[:, None]) * plane_ranks
-            h += tl.load(
-                source + ranks[None, :],
-                mask=row_mask[:, None] & (ranks[None, :] < r),
-                other=0.0,
-            )
+            h += tl.load(source + ranks[None, :], mask=row_mask[:, None], other=0.0)
         b_tile = tl.load(
             b + n[None, :] * r_pad + ranks[:, None],
             mask=n_mask[None, :] & (ranks[:, None] < r_pad),

@@ -18,6 +18,8 @@ from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
 _MAX_SLICES = 3
 """Slices of one launch; a site with more takes several."""
 _MAX_SPLITS = 16
+_MAX_RANK_BLOCK = 64
+"""Ranks that one block of either kernel takes at most."""
 _INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
 # Launch options are no parameters of the kernels, so a type checker cannot know them.
 _shrink: Any = shrink_kernel
@@ -30,15 +32,19 @@ class Tiles:
 
     split_k: int
     block_k: int = 128
-    block_r: int = 16
+    shrink_ranks: int = 16
     shrink_warps: int = 4
     shrink_stages: int = 3
     block_n: int = 256
+    expand_ranks: int = 16
+    """Divides ``shrink_ranks``."""
     expand_warps: int = 4
+    expand_stages: int = 1
+    """More would put every plane into shared memory several times."""
 
 
-ChooseTiles = Callable[[int, DeviceSegments], Tiles]
-"""Tiles of a site with so many input features, for a step's segments."""
+ChooseTiles = Callable[[int, DeviceSegments, int], Tiles]
+"""Tiles of a site with so many input features, for a step's segments and the largest rank."""
 
 
 class TritonOps:
@@ -71,7 +77,8 @@ class TritonOps:
         """Make room for ranks up to ``max_rank``; what was captured must be captured anew."""
         if max_rank <= self.max_rank:
             return
-        self.max_rank = -(-max_rank // 16) * 16
+        # Whole blocks of ranks: shrink fills the last one with zeros.
+        self.max_rank = -(-max_rank // _MAX_RANK_BLOCK) * _MAX_RANK_BLOCK if max_rank > 16 else 16
         size = _MAX_SPLITS * _MAX_SLICES * self._max_rows * self.max_rank
         self._planes = torch.empty(size, dtype=torch.float32, device=self._device)
 
@@ -110,7 +117,7 @@ class TritonOps:
         beside: bool,
     ) -> None:
         segments = routing.device_segments
-        tiles = self._choose(site.in_features, segments)
+        tiles = self._choose(site.in_features, segments, self.max_rank)
         first, column = slices[0].module, slices[0].start
         rows = slice(first, first + len(slices))
         y_part = y[:, column:]
@@ -119,7 +126,7 @@ class TritonOps:
         assert plane_rows <= self._max_rows, "the workspace is sized for the largest bucket"
         unit = ALIGN_BYTES // arena.element_size()
         dot = tl.bfloat16 if arena.dtype == torch.bfloat16 and not _INTERPRETED else tl.float32
-        num_rank_blocks = triton.cdiv(self.max_rank, tiles.block_r)
+        num_rank_blocks = triton.cdiv(self.max_rank, tiles.shrink_ranks)
         _shrink[(segments.grid, len(slices) * num_rank_blocks, tiles.split_k)](
             x,
             self._planes,
@@ -140,7 +147,7 @@ class TritonOps:
             UNIT=unit,
             SPLIT_K=tiles.split_k,
             BLOCK_M=segments.block_rows,
-            BLOCK_R=tiles.block_r,
+            BLOCK_R=tiles.shrink_ranks,
             BLOCK_K=tiles.block_k,
             DOT=dot,
             PRECISION="ieee",
@@ -174,22 +181,30 @@ class TritonOps:
             SPLIT_K=tiles.split_k,
             BLOCK_M=segments.block_rows,
             BLOCK_N=tiles.block_n,
-            BLOCK_R=tiles.block_r,
+            BLOCK_R=tiles.expand_ranks,
             HAS_BIAS=bias is not None,
             BESIDE=beside,
             DOT=dot,
             PRECISION="ieee",
             num_warps=tiles.expand_warps,
+            num_stages=tiles.expand_stages,
         )
 
 
-def choose_tiles(in_features: int, segments: DeviceSegments) -> Tiles:
+def choose_tiles(in_features: int, segments: DeviceSegments, max_rank: int) -> Tiles:
     """Split K where few segments would leave the GPU idle; long ones fill it by themselves."""
+    ranks = 16 if max_rank <= 16 else _MAX_RANK_BLOCK
+    block_n = 256 if max_rank <= 16 else 128
     if segments.block_rows > 16:
-        return Tiles(split_k=1, block_r=32, block_n=256 if segments.block_rows <= 32 else 128)
+        return Tiles(split_k=1, shrink_ranks=ranks, expand_ranks=ranks, block_n=block_n)
     blocks = triton.cdiv(pad(in_features), 128)
     wanted = 16 if in_features > 8192 else 8
-    return Tiles(split_k=max(1, min(wanted, blocks)))
+    return Tiles(
+        split_k=max(1, min(wanted, blocks)),
+        shrink_ranks=ranks,
+        expand_ranks=ranks,
+        block_n=block_n,
+    )
 
 
 def _launches(slices: tuple[Slice, ...]) -> list[tuple[Slice, ...]]:

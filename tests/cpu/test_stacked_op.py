@@ -1,0 +1,85 @@
+"""What the stacked op decides beside the formula, which ``test_reference_op`` checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loramux.ops.interface import Segment
+from loramux.ops.reference import ReferenceOps
+from loramux.ops.stacked import MAX_ROWS, StackedOps, group
+from loramux.types import Slot
+from tests.cpu.adapted_linear import AdaptedLinear
+
+SLOTS = 6
+BASE = Slot(SLOTS)
+
+
+def segments(*lengths: int) -> list[Segment]:
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return [
+        Segment(slot, end - n, end) for slot, (n, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "wanted"),
+    [
+        ((), []),
+        ((1,), [[0]]),
+        ((1, 1, 1), [[0, 1, 2]]),
+        ((MAX_ROWS, 1), [[0], [1]]),
+        ((MAX_ROWS - 1, 1), [[0, 1]]),
+        ((2, 300, 1, 1), [[0], [1], [2, 3]]),
+        ((1, 1, 300, 1, 1), [[0, 1], [2], [3, 4]]),
+        ((40, 40, 20, 40), [[0], [1, 2], [3]]),
+    ],
+)
+def test_neighbours_of_few_rows_share_products(
+    lengths: tuple[int, ...], wanted: list[list[int]]
+) -> None:
+    assert [[segment.slot for segment in run] for run in group(segments(*lengths))] == wanted
+
+
+def test_a_long_prompt_between_short_segments() -> None:
+    linear = AdaptedLinear(53, (40, 17), SLOTS, max_tokens=100)
+    for slot in range(SLOTS):
+        linear.load(Slot(slot), (3 + slot, 0 if slot == 4 else 2))
+    slots = [Slot(0), Slot(1), *[Slot(2)] * 80, Slot(3), Slot(4), Slot(4), Slot(5), BASE, BASE]
+    x, y = linear.rows(len(slots))
+
+    got = linear.run(StackedOps(), slots, x, y)
+
+    assert (got - linear.expected(slots, x, y)).abs().max() < 1e-5
+    assert torch.equal(got[-2:], y[-2:])
+
+
+def test_idle_slots_leave_the_stack() -> None:
+    linear = AdaptedLinear(53, (40,), SLOTS)
+    for slot in range(SLOTS):
+        linear.load(Slot(slot), (4,))
+    ops = StackedOps()
+
+    def columns(*slots: int) -> int:
+        x, y = linear.rows(len(slots))
+        linear.run(ops, [Slot(slot) for slot in slots], x, y)
+        weights = ops._stacks[0].weights
+        assert weights is not None
+        return weights.a_t.shape[1]
+
+    assert columns(0, 1, 2, 3, 4, 5) == 24
+    assert columns(0, 3, 5) == 24, "half of the slots still find what they need"
+    assert columns(0, 3) == 8
+
+
+@pytest.mark.parametrize("sorted_rows", [True, False])
+def test_results_are_those_of_the_reference_within_rounding(sorted_rows: bool) -> None:
+    linear = AdaptedLinear(53, (40, 17), SLOTS, torch.bfloat16)
+    for slot in range(SLOTS):
+        linear.load(Slot(slot), (3 + slot, 8))
+    slots = [Slot(i // 2 if sorted_rows else (5 * i) % 7) for i in range(14)]
+    x, y = linear.rows(14)
+    stacked = linear.run(StackedOps(), slots, x, y)
+    torch.testing.assert_close(
+        stacked, linear.run(ReferenceOps(), slots, x, y), rtol=2**-7, atol=2**-7
+    )
