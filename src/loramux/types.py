@@ -125,7 +125,10 @@ class Delta:
     stop_reason: str | int | None = None
     """The stop string or token that ended the completion, where one did."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """With the first delta of a request that asked for them; None for the first prompt token."""
+    """With the first delta of each completion that asked for them; None for the first prompt token.
+
+    Absent when the completion ends (abort, error) before its prompt has been read.
+    """
     error: str | None = None
 
 

@@ -50,11 +50,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 
 WITHOUT_TORCH = (
-    "loramux", *_PURE, "engine.interface", "scheduling", "adapters", "server", "testing", "cli",
-    "demo",
+    "loramux", *_PURE, "engine", "engine.interface", "scheduling", "adapters", "server", "testing",
+    "cli", "demo",
 )  # fmt: skip
 
-WITH_TORCH = ("adapters.formats.peft", "adapters.identity", "demo.convert")
+WITH_TORCH = ("adapters.formats.peft", "adapters.identity", "demo.convert", "engine.text")
 """Modules inside the parts above that read tensors; nothing there may load them at its start."""
 
 HEAVY = ("torch", "transformers", "peft", "triton", "safetensors.torch", "flashinfer")

@@ -91,10 +91,17 @@ class Catalog:
                 del self._in_flight[adapter_id]
             return self._unheld(adapter_id)
 
+    def held(self) -> set[AdapterId]:
+        """The ids that a name or a sequence holds."""
+        with self._lock:
+            return {entry.adapter_id for entry in self._entries.values()} | self._in_flight.keys()
+
     def in_flight(self, adapter_id: AdapterId) -> int:
         """Sequences that run or wait on an adapter."""
         return self._in_flight[adapter_id]
 
     def _unheld(self, adapter_id: AdapterId) -> list[AdapterId]:
+        if self._in_flight[adapter_id]:
+            return []
         named = any(entry.adapter_id == adapter_id for entry in self._entries.values())
-        return [] if named or self._in_flight[adapter_id] else [adapter_id]
+        return [] if named else [adapter_id]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 from loramux.plan import SlotClear, SlotLoad, SlotOrder
 from loramux.types import AdapterId, Slot
@@ -22,7 +22,7 @@ class Residency:
         self.num_loads = 0
         self.num_evictions = 0
         self._bytes: dict[AdapterId, int] = {}
-        self._slot_of: OrderedDict[AdapterId, Slot] = OrderedDict()  # least recently placed first
+        self._slot_of: OrderedDict[AdapterId, Slot] = OrderedDict()  # least recently used first
         self._pinned: set[AdapterId] = set()
         self._free = [Slot(slot) for slot in reversed(range(num_slots))]
         self._used_bytes = 0
@@ -40,34 +40,55 @@ class Residency:
     def used_bytes(self) -> int:
         return self._used_bytes
 
-    def objection(self, num_bytes: int, *, pinned: bool = False) -> str | None:
-        """Why an adapter of this size could never run beside the pinned ones, with the remedy."""
-        pinned_bytes = sum(self._bytes[adapter_id] for adapter_id in self._pinned)
-        largest = max(num_bytes, *self._bytes.values(), 0) if pinned else 0
-        needed = pinned_bytes + num_bytes + largest
-        if needed > self.capacity_bytes:
+    def objection(
+        self, adapter_id: AdapterId, num_bytes: int, pinned: Collection[AdapterId]
+    ) -> str | None:
+        """Why an adapter would leave one that can never run, itself or another; with the remedy.
+
+        ``pinned`` are the adapters that will be pinned once it is there.
+        """
+        sizes = self._bytes | {adapter_id: num_bytes}
+        pinned_bytes = sum(sizes[a] for a in pinned)
+        largest = max((size for a, size in sizes.items() if a not in pinned), default=0)
+        remedy = f"start with --device-cache {pinned_bytes + largest} or more"
+        if adapter_id not in pinned:
+            # Those that are known already have room beside the pinned ones.
+            if pinned_bytes + num_bytes > self.capacity_bytes:
+                return (
+                    f"it needs {num_bytes:,} bytes, of the device cache of "
+                    f"{self.capacity_bytes:,} {pinned_bytes:,} are pinned: {remedy}"
+                )
+            return None
+        if pinned_bytes + largest > self.capacity_bytes:
             return (
-                f"it needs {num_bytes:,} bytes, of the device cache of {self.capacity_bytes:,} "
-                f"{pinned_bytes:,} are pinned: start with --device-cache {needed} or more"
+                f"with it {pinned_bytes:,} bytes of the device cache of {self.capacity_bytes:,} "
+                f"would be pinned, and another adapter needs {largest:,}: {remedy}, "
+                "or load it without pinned"
             )
-        if pinned and len(self._pinned) + 1 >= self.num_slots:
+        if len(pinned) >= self.num_slots:
             return (
                 f"pinning it would leave no slot for others: start with --max-loras "
-                f"{self.num_slots + 1} or more, or load it without pinned"
+                f"{len(pinned) + 1} or more, or load it without pinned"
             )
         return None
 
-    def add(self, adapter_id: AdapterId, num_bytes: int, *, pinned: bool = False) -> None:
+    def add(self, adapter_id: AdapterId, num_bytes: int) -> None:
         """Make an adapter known whose host copy exists and to which there is no objection."""
         self._bytes[adapter_id] = num_bytes
-        self.set_pinned(adapter_id, pinned)
 
-    def set_pinned(self, adapter_id: AdapterId, pinned: bool) -> None:
-        """A pinned adapter keeps its slot while idle, once it has one."""
-        (self._pinned.add if pinned else self._pinned.discard)(adapter_id)
+    def set_pinned(self, adapter_ids: Collection[AdapterId]) -> None:
+        """Pin these and no others: a pinned adapter keeps its slot while idle, once it has one."""
+        self._pinned = set(adapter_ids)
+
+    @property
+    def pinned(self) -> Set[AdapterId]:
+        return self._pinned
 
     def knows(self, adapter_id: AdapterId) -> bool:
         return adapter_id in self._bytes
+
+    def known(self) -> Set[AdapterId]:
+        return self._bytes.keys()
 
     def slot_of(self, adapter_id: AdapterId | None) -> Slot:
         """The slot of a resident adapter; None is the base model."""
@@ -75,6 +96,11 @@ class Residency:
 
     def find_slot(self, adapter_id: AdapterId) -> Slot | None:
         return self._slot_of.get(adapter_id)
+
+    def can_place(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> bool:
+        """Whether ``place`` would make the adapter resident."""
+        resident = adapter_id in self._slot_of
+        return resident or self._victims(self._bytes[adapter_id], in_use) is not None
 
     def place(
         self, adapter_id: AdapterId, in_use: Collection[AdapterId]
@@ -89,7 +115,8 @@ class Residency:
         victims = self._victims(self._bytes[adapter_id], in_use)
         if victims is None:
             return None
-        orders: list[SlotOrder] = [SlotClear(self._evict(victim)) for victim in victims]
+        orders: list[SlotOrder] = [SlotClear(self._vacate(victim)) for victim in victims]
+        self.num_evictions += len(victims)
         slot = self._free.pop()
         self._slot_of[adapter_id] = slot
         self._used_bytes += self._bytes[adapter_id]
@@ -97,9 +124,13 @@ class Residency:
         self.num_loads += 1
         return (*orders, SlotLoad(slot, adapter_id, self._generation))
 
+    def note_idle(self, adapter_id: AdapterId) -> None:
+        """The last sequence of a resident adapter has ended: its idle time begins."""
+        self._slot_of.move_to_end(adapter_id)
+
     def forget(self, adapter_id: AdapterId) -> SlotClear | None:
         """Drop an adapter that nobody uses; the order that frees its slot, if it has one."""
-        slot = self._evict(adapter_id) if adapter_id in self._slot_of else None
+        slot = self._vacate(adapter_id) if adapter_id in self._slot_of else None
         del self._bytes[adapter_id]
         self._pinned.discard(adapter_id)
         return None if slot is None else SlotClear(slot)
@@ -112,6 +143,10 @@ class Residency:
         assert self._used_bytes <= self.capacity_bytes
         assert self.num_loads == self._generation
         assert self._pinned <= self._bytes.keys()
+        assert not self._pinned or len(self._pinned) < self.num_slots, "no slot left by the pins"
+        for adapter_id in self._bytes:
+            beside = sum(self._bytes[pinned] for pinned in self._pinned - {adapter_id})
+            assert beside + self._bytes[adapter_id] <= self.capacity_bytes, "it can never run"
 
     def _victims(self, num_bytes: int, in_use: Collection[AdapterId]) -> list[AdapterId] | None:
         """Idle adapters, least recently used first, whose slots and bytes are enough."""
@@ -126,9 +161,8 @@ class Residency:
                 free_bytes += self._bytes[candidate]
         return victims if free_slots and num_bytes <= free_bytes else None
 
-    def _evict(self, adapter_id: AdapterId) -> Slot:
+    def _vacate(self, adapter_id: AdapterId) -> Slot:
         slot = self._slot_of.pop(adapter_id)
         self._used_bytes -= self._bytes[adapter_id]
         self._free.append(slot)
-        self.num_evictions += 1
         return slot

@@ -33,12 +33,13 @@ class AdapterDesk:
         """
         self._catalog.check_name(name, replace=replace)
         adapter_id = prepared.adapter_id
-        known = self._residency.knows(adapter_id)
-        if not known or pinned:
-            objection = self._residency.objection(prepared.num_bytes, pinned=pinned)
-            if objection is not None:
-                raise AdapterRefused(name, [objection])
-        if not known:
+        pins = {e.adapter_id for e in self._catalog if e.pinned and e.name != name}
+        if pinned:
+            pins.add(adapter_id)
+        objection = self._residency.objection(adapter_id, prepared.num_bytes, pins)
+        if objection is not None:
+            raise AdapterRefused(name, [objection])
+        if not self._residency.knows(adapter_id):
             self._worker.install(prepared)
             self._residency.add(adapter_id, prepared.num_bytes)
         entry = Entry(
@@ -50,15 +51,17 @@ class AdapterDesk:
             pinned=pinned,
             warnings=prepared.warnings,
         )
-        self._let_go(self._catalog.add(entry, replace=replace))
+        unheld = self._catalog.add(entry, replace=replace)
         self._settle_pins()
+        self._let_go(unheld)
         _log_loaded(entry)
         return self._describe(entry)
 
     def unregister(self, name: str) -> None:
         """Take a name away; running requests finish. Raises UnknownAdapter."""
-        self._let_go(self._catalog.remove(name))
+        unheld = self._catalog.remove(name)
         self._settle_pins()
+        self._let_go(unheld)
         log.info("adapter %r unloaded", name)
 
     def release(self, adapter_id: AdapterId | None) -> None:
@@ -69,6 +72,11 @@ class AdapterDesk:
     def infos(self) -> list[AdapterInfo]:
         return [self._describe(entry) for entry in self._catalog]
 
+    def check(self) -> None:
+        """Assert that residency and catalog know of the same adapters and pins."""
+        assert self._residency.known() == self._catalog.held(), "an adapter leaked or is lost"
+        assert self._residency.pinned == {e.adapter_id for e in self._catalog if e.pinned}
+
     def _let_go(self, adapter_ids: Iterable[AdapterId]) -> None:
         """Free adapters that no name and no request holds, in every tier."""
         for adapter_id in adapter_ids:
@@ -78,12 +86,8 @@ class AdapterDesk:
             self._worker.drop(adapter_id)
 
     def _settle_pins(self) -> None:
-        """An id is pinned while one of its names is."""
-        wanted: dict[AdapterId, bool] = {}
-        for entry in self._catalog:
-            wanted[entry.adapter_id] = wanted.get(entry.adapter_id, False) or entry.pinned
-        for adapter_id, pinned in wanted.items():
-            self._residency.set_pinned(adapter_id, pinned)
+        """An id is pinned while one of its names is, not while requests alone hold it."""
+        self._residency.set_pinned({e.adapter_id for e in self._catalog if e.pinned})
 
     def _describe(self, entry: Entry) -> AdapterInfo:
         return AdapterInfo(

@@ -63,7 +63,9 @@ class Answer:
     ) -> Delta:
         request = self._request
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-        if self._is_first and request.params.prompt_logprobs is not None:
+        asked = request.params.prompt_logprobs is not None
+        # A completion that ends before its prompt has been read reports none rather than a part.
+        if self._is_first and asked and not request.wants_prompt_logprobs:
             prompt_logprobs = (None, *request.prompt_logprobs)
         self._is_first = False
         return Delta(

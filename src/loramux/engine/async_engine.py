@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from loramux.engine.adapters import read_adapter
 from loramux.engine.admission import Admission
 from loramux.engine.core import EngineCore
 from loramux.engine.interface import EngineText, Worker
-from loramux.errors import EngineStopped, TooManyRequests
+from loramux.errors import EngineStopped, InvalidRequest, LoramuxError, TooManyRequests
 from loramux.types import AdapterInfo, Delta, EngineStats, GenerationRequest, RequestId
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_STALLED_WAIT = 0.01
-"""Seconds to wait for news when there is work and none of it can run yet."""
+Command = Callable[[], Sequence[Delta] | None]
+"""Runs in the engine's thread between two steps; the deltas it gives rise to are delivered."""
 
 
 class EngineStream:
@@ -29,14 +30,13 @@ class EngineStream:
 
     def __init__(self, request_id: RequestId, num_completions: int, engine: AsyncEngine) -> None:
         self.request_id = request_id
-        self._open = num_completions
+        self._open = set(range(num_completions))
         self._engine = engine
         self._deltas: asyncio.Queue[Delta] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while self._open or not self._deltas.empty():
-            delta = await self._deltas.get()
-            yield delta
+            yield await self._deltas.get()
 
     def abort(self) -> None:
         """Stop the request wherever it is; its completions end with the reason ``abort``."""
@@ -45,16 +45,24 @@ class EngineStream:
 
     def push(self, delta: Delta) -> bool:
         """Take a delta; whether more are to come."""
-        self._open -= delta.finish_reason is not None
+        if delta.finish_reason is not None:
+            self._open.remove(delta.index)
         self._deltas.put_nowait(delta)
-        return self._open > 0
+        return bool(self._open)
+
+    def fail(self, error: str) -> None:
+        """End every completion that is still open."""
+        for index in sorted(self._open):
+            self.push(Delta(self.request_id, index, "", (), finish_reason="error", error=error))
 
 
 class AsyncEngine:
     """Implements ``engine.interface.Engine``.
 
     The event loop admits requests and reads adapters; a thread of the engine's own runs the steps
-    and whatever else touches the core, one command at a time between two steps.
+    and whatever else touches the core, one command at a time between two steps. An exception that
+    nobody expected, in a step or in a command, ends the thread: what it leaves behind may be half
+    done, so every request and every call ends with an error and no new ones are taken.
     """
 
     def __init__(
@@ -78,14 +86,17 @@ class AsyncEngine:
         self._max_open = max_open
         self._adapters_at_start = tuple(adapters)
         self._streams: dict[RequestId, EngineStream] = {}
-        self._commands: queue.SimpleQueue[Callable[[], list[Delta] | None]] = queue.SimpleQueue()
+        self._calls: set[asyncio.Future[object]] = set()
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._ended = asyncio.Event()
         self._failure: str | None = None
 
     @property
     def failure(self) -> str | None:
+        """Why the engine takes no more requests, once its thread has ended."""
         return self._failure
 
     async def start(self) -> None:
@@ -102,16 +113,16 @@ class AsyncEngine:
             raise
 
     async def stop(self) -> None:
-        """End all requests with the reason ``abort`` and the thread after its current step."""
-        if self._thread is None or self._stopping:
+        """End all requests with the reason ``abort``, and the thread after its current step."""
+        if self._thread is None:
             return
-        for request_id in list(self._streams):
-            self.abort(request_id)
-        self._stopping = True
-        self._commands.put(lambda: None)
-        await asyncio.to_thread(self._thread.join)
-        # What the thread delivered last is still on its way through the loop.
-        await asyncio.sleep(0)
+        if not self._stopping:
+            self._stopping = True
+            for request_id in self._streams:
+                self.abort(request_id)
+            self._commands.put(None)
+        await self._ended.wait()
+        self._thread.join()
 
     def submit(self, request: GenerationRequest) -> EngineStream:
         """Raises RequestError, or EngineStopped when the engine is down."""
@@ -121,17 +132,21 @@ class AsyncEngine:
                 f"{len(self._streams)} requests run or wait, which is the limit: try again later"
             )
         if request.request_id in self._streams:
-            raise TooManyRequests(f"a request with id {request.request_id!r} is still running")
+            raise InvalidRequest(
+                f"a request with the id {request.request_id!r} is still running: choose another "
+                "one or none",
+                "request_id",
+            )
         sequences = self._admission.admit(request)
         request_id = sequences[0].parent_id
         stream = EngineStream(request_id, len(sequences), self)
         self._streams[request_id] = stream
-        self._post(lambda: self._core.add(sequences))
+        self._commands.put(lambda: self._core.add(sequences))
         return stream
 
     def abort(self, request_id: RequestId) -> None:
         """Stop a request wherever it is; nothing happens if it has ended."""
-        self._post(lambda: self._core.abort(request_id))
+        self._commands.put(lambda: self._core.abort(request_id))
 
     async def load_adapter(
         self, name: str, source: str, *, load_inplace: bool = False, pinned: bool = False
@@ -148,7 +163,6 @@ class AsyncEngine:
 
     async def unload_adapter(self, name: str) -> None:
         """Take no new requests for a name; running ones finish. Raises UnknownAdapter."""
-        self._check_alive()
         await self._call(lambda: self._core.adapters.unregister(name))
 
     def adapters(self) -> list[AdapterInfo]:
@@ -157,35 +171,42 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self._core.stats()
 
+    # The event loop's side.
+
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineStopped(f"the engine has failed ({self._failure}): restart the server")
+            raise EngineStopped(f"{self._failure}: restart the server")
         if self._thread is None or self._stopping:
             raise EngineStopped("the engine is not running")
 
-    # The event loop's side of the thread.
-
-    def _post(self, command: Callable[[], list[Delta] | None]) -> None:
-        self._commands.put(command)
-
     async def _call(self, command: Callable[[], T]) -> T:
-        """Run a command in the engine's thread and wait for its result."""
+        """Run a command in the engine's thread and wait for its result.
+
+        A LoramuxError means that nothing has changed, and is the caller's.
+        """
+        self._check_alive()
         assert self._loop is not None
         loop, future = self._loop, self._loop.create_future()
 
-        def settle(method: Callable[[Any], None], value: Any) -> None:
-            if not future.done():  # the caller may have been cancelled
-                method(value)
+        def settle(result: T | None, error: LoramuxError | None) -> None:
+            if future.done():  # the caller has been cancelled
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
 
         def run() -> None:
+            result, error = None, None
             try:
                 result = command()
-            except Exception as error:
-                loop.call_soon_threadsafe(settle, future.set_exception, error)
-            else:
-                loop.call_soon_threadsafe(settle, future.set_result, result)
+            except LoramuxError as refusal:
+                error = refusal
+            loop.call_soon_threadsafe(settle, result, error)
 
-        self._post(run)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        self._commands.put(run)
         return await future
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
@@ -194,44 +215,44 @@ class AsyncEngine:
             if stream is not None and not stream.push(delta):
                 del self._streams[delta.request_id]
 
+    def _end(self, failure: str) -> None:
+        """The thread has ended: nobody may go on waiting for it."""
+        self._failure = failure
+        for stream in self._streams.values():
+            stream.fail(failure)
+        self._streams.clear()
+        for call in list(self._calls):
+            if not call.done():
+                call.set_exception(EngineStopped(failure))
+        self._ended.set()
+
     # The thread.
 
     def _run(self) -> None:
-        while True:
-            self._run_commands(wait=not self._core.has_work)
-            if self._stopping and self._commands.empty():
-                return
-            if self._core.has_work and not self._step():
-                self._run_command(timeout=_STALLED_WAIT)
-
-    def _run_commands(self, *, wait: bool) -> None:
-        if wait:
-            self._run_command(timeout=None)
-        while self._run_command(timeout=0.0):
-            pass
-
-    def _run_command(self, *, timeout: float | None) -> bool:
+        failure = "the engine has been stopped"
         try:
-            command = self._commands.get(block=timeout != 0.0, timeout=timeout or None)
-        except queue.Empty:
-            return False
-        self._send(command() or [])
-        return True
-
-    def _step(self) -> bool:
-        """Run one step; whether anything could run."""
-        steps = self._core.num_steps
-        try:
-            self._send(self._core.step())
-        except Exception as error:
-            # A step that dies half-way leaves the worker in an unknown state, so all must end.
+            while self._run_commands(wait=not self._core.has_work):
+                self._send(self._core.step())
+        except BaseException as error:
             log.exception("the engine has failed")
-            self._failure = f"{type(error).__name__}: {error}"
-            self._send(self._core.fail_all(f"the engine has failed: {self._failure}"))
-            return True
-        return self._core.num_steps > steps
+            failure = f"the engine has failed: {type(error).__name__}: {error}"
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody left to tell
+            self._loop.call_soon_threadsafe(self._end, failure)
 
-    def _send(self, deltas: list[Delta]) -> None:
+    def _run_commands(self, *, wait: bool) -> bool:
+        """Run all that has been posted, after waiting for it if ``wait``; False at the end."""
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            self._send(command())
+            wait = False
+
+    def _send(self, deltas: Sequence[Delta] | None) -> None:
         if deltas:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._deliver, deltas)

@@ -11,6 +11,7 @@ from loramux.adapters.residency import Residency
 from loramux.engine.adapters import AdapterDesk
 from loramux.engine.answer import Answer
 from loramux.engine.interface import EngineText, Worker
+from loramux.errors import EngineStopped
 from loramux.plan import SequenceResult
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.request import Request
@@ -59,14 +60,16 @@ class EngineCore:
             forbidden_tokens=lambda request: self._answers[request.request_id].forbidden_tokens(),
         )
         self._counters = _Counters()
+        self._failure: str | None = None
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
-    @property
-    def num_steps(self) -> int:
-        return self._counters.num_steps
+    def check_alive(self) -> None:
+        """Raise EngineStopped if a step has failed."""
+        if self._failure is not None:
+            raise EngineStopped(f"the engine has failed ({self._failure}): make a new one")
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue admitted sequences whose adapter is installed."""
@@ -88,23 +91,18 @@ class EngineCore:
         return deltas
 
     def step(self) -> list[Delta]:
-        """Run one step; the new tokens of all requests in it. Empty when nothing can run."""
-        started = time.perf_counter()
-        step = self._scheduler.schedule()
-        if step is None:
-            return []
-        result = self._worker.execute(step.plan)
-        deltas = self._commit(step, result.sequences)
-        self._count(step, time.perf_counter() - started)
-        return deltas
+        """Run one step; the new tokens of all requests in it. Empty when there is no work.
 
-    def fail_all(self, error: str) -> list[Delta]:
-        """End every request after the worker has failed; their last deltas."""
-        deltas = []
-        for request in self._scheduler.requests():
-            deltas.append(self._answers[request.request_id].fail(error))
-            self._finish(request)
-        return deltas
+        After any exception the engine is dead: EngineStopped is raised from then on.
+        """
+        self.check_alive()
+        try:
+            return self._step()
+        except BaseException as error:
+            # The worker may have carried out half of its orders; going on could give an adapter's
+            # requests the weights of another.
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
 
     def stats(self) -> EngineStats:
         counters = self._counters
@@ -133,6 +131,18 @@ class EngineCore:
         """Assert that scheduler, blocks, slots and answers agree."""
         self._scheduler.check()
         assert {r.request_id for r in self._scheduler.requests()} == self._answers.keys()
+        self.adapters.check()
+
+    def _step(self) -> list[Delta]:
+        started = time.perf_counter()
+        step = self._scheduler.schedule()
+        if step is None:
+            assert not self.has_work, "requests wait that can never run"
+            return []
+        result = self._worker.execute(step.plan)
+        deltas = self._commit(step, result.sequences)
+        self._count(step, time.perf_counter() - started)
+        return deltas
 
     def _commit(self, step: Step, results: Sequence[SequenceResult]) -> list[Delta]:
         deltas: list[Delta] = []
@@ -140,14 +150,16 @@ class EngineCore:
             assert request.request_id == result.request_id, "results must keep the plan's order"
             request.num_computed += len(part.token_ids)
             request.prompt_logprobs.extend(result.prompt_logprobs)
-            if part.sample is None:
-                continue
             answer = self._answers[request.request_id]
-            if result.token_id is None:
-                delta = answer.fail(result.error or "no token could be chosen")
+            if result.error is not None:
+                delta = answer.fail(result.error)
+            elif part.sample is None:
+                continue
             else:
+                assert result.token_id is not None, "a sample has neither token nor error"
                 request.tokens.append(result.token_id)
                 delta = answer.push(result)
+                self._counters.output_tokens += 1
             if delta.finish_reason is not None:
                 self._finish(request)
                 self._counters.finished += 1
@@ -168,5 +180,4 @@ class EngineCore:
         counters.max_step_adapters = max(counters.max_step_adapters, len(adapters))
         for request, part in zip(step.requests, step.plan.sequences, strict=True):
             end = part.start + len(part.token_ids)
-            counters.output_tokens += part.sample is not None
             counters.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - part.start)

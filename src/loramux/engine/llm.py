@@ -68,7 +68,8 @@ class LLM:
         """Answer prompts (texts or token ids) in one continuous batch, in their order.
 
         ``params`` and ``adapter`` are for all prompts or one for each; None is the base model.
-        Raises UnknownModel or InvalidRequest, and then runs nothing.
+        Raises UnknownModel or InvalidRequest, and then runs nothing; EngineStopped once a step has
+        failed.
         """
         prompt_ids = [
             self.text.encode(p) if isinstance(p, str) else list(p) for p in _as_prompts(prompts)
@@ -111,6 +112,7 @@ class LLM:
         return self._core.stats()
 
     def _run(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+        self._core.check_alive()
         outputs: dict[RequestId, _Output] = {}
         try:
             for request in requests:

@@ -26,6 +26,8 @@ class Request:
     num_prompt_tokens: int
     max_total_tokens: int
     """Prompt and output together may be this long."""
+    arrival: int = 0
+    """Place in the order of arrival, given by the scheduler."""
     num_computed: int = 0
     """Tokens whose keys and values are in ``blocks``."""
     blocks: list[int] = field(default_factory=list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,12 +32,13 @@ class Step:
 
 
 class Scheduler:
-    """Continuous batching: running requests first, in order of arrival, then waiting ones.
+    """Continuous batching: running requests first, then waiting ones, each in order of arrival.
 
-    A long prompt is read in chunks of what the token budget leaves. When blocks run out, the
-    request that arrived last is preempted: it loses its blocks, waits at the front and is
-    recomputed later. The request that arrived first can always go on, because one sequence of the
-    greatest length fits into the cache (``fits``), so every request ends.
+    Every running request gets a token of the budget; a long prompt is read in chunks of what the
+    others leave. When blocks run out, the running request that arrived last is preempted: it loses
+    its blocks, waits in its old place and is recomputed later. The running request that arrived
+    first always goes on, because one sequence of the greatest length fits into the cache
+    (``fits``), so every request ends.
     """
 
     def __init__(
@@ -47,12 +49,14 @@ class Scheduler:
         *,
         forbidden_tokens: Callable[[Request], tuple[int, ...]] = lambda request: (),
     ) -> None:
+        assert limits.max_num_seqs <= limits.max_step_tokens, "each sequence needs a token a step"
         self._limits = limits
         self._blocks = blocks
         self._residency = residency
         self._forbidden_tokens = forbidden_tokens
-        self._waiting: list[Request] = []
+        self._waiting: list[Request] = []  # both lists in order of arrival
         self._running: list[Request] = []
+        self._num_arrived = 0
         self._by_id: dict[RequestId, Request] = {}
         self._running_adapters: Counter[AdapterId] = Counter()
         self.num_preemptions = 0
@@ -83,6 +87,8 @@ class Scheduler:
         assert request.tokens, "an empty prompt has nothing to compute"
         assert self.fits(request.max_total_tokens), "admission must refuse what cannot fit"
         self._by_id[request.request_id] = request
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
         self._waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -94,24 +100,24 @@ class Scheduler:
             self._waiting.remove(request)
 
     def schedule(self) -> Step | None:
-        """The next step, or None when nothing can run."""
-        budget = self._limits.max_step_tokens
+        """The next step, or None when there is no work."""
+        budget = self._limits.max_step_tokens - len(self._running)
         chosen: list[tuple[Request, int]] = []
-        preemptions_before = self.num_preemptions
         for request in list(self._running):
             if not request.running:
                 continue  # preempted in favour of an earlier request of this same step
-            count = min(request.num_pending, budget)
-            if count and self._grow_or_preempt(request, count):
+            count = min(request.num_pending, 1 + budget)
+            if self._grow_or_preempt(request, count):
                 chosen.append((request, count))
-                budget -= count
+                budget -= count - 1
         orders: list[SlotOrder] = []
-        if self.num_preemptions == preemptions_before:
-            self._admit(budget, chosen, orders)
+        # Who was preempted just now needs more blocks than that has left, so nobody starts again.
+        self._admit(budget, chosen, orders)
         if not chosen:
             return None
         # Order of arrival, not of slot: where a row stands in a matrix product can change its last
         # bits, and an adapter must not change that for the rows beside it.
+        chosen.sort(key=lambda item: item[0].arrival)
         plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
         return Step(plan, tuple(request for request, _ in chosen))
 
@@ -123,6 +129,8 @@ class Scheduler:
         assert len(self._by_id) == len(self._waiting) + len(self._running)
         held = [block for request in self._by_id.values() for block in request.blocks]
         assert len(held) == len(set(held)) == self._blocks.num_used, "blocks leaked or shared"
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=_arrival), "the order of arrival is lost"
         for request in self._waiting:
             assert not request.running
             assert not request.blocks
@@ -134,7 +142,8 @@ class Scheduler:
             if request.adapter_id is not None:
                 self._residency.slot_of(request.adapter_id)
         adapters = Counter(r.adapter_id for r in self._running if r.adapter_id is not None)
-        assert adapters == +self._running_adapters
+        assert adapters == self._running_adapters
+        assert len(adapters) <= self._residency.num_slots
 
     def _grow_or_preempt(self, request: Request, count: int) -> bool:
         """Find blocks for ``count`` more tokens, at the cost of requests that arrived later."""
@@ -160,7 +169,7 @@ class Scheduler:
         request.num_preemptions += 1
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # reported again, from the start
-        self._waiting.insert(0, request)
+        insort(self._waiting, request, key=_arrival)
         self.num_preemptions += 1
 
     def _stop_running(self, request: Request) -> None:
@@ -169,39 +178,51 @@ class Scheduler:
         self._blocks.free(request.blocks)
         request.blocks.clear()
         if request.adapter_id is not None:
-            self._running_adapters[request.adapter_id] -= 1
+            self._leave_slot(request.adapter_id)
 
     def _admit(
         self, budget: int, chosen: list[tuple[Request, int]], orders: list[SlotOrder]
     ) -> None:
         """Start waiting requests in order; one whose adapter has no slot is passed by others."""
+        without_slot: set[AdapterId | None] = set()
         for request in list(self._waiting):
             if not budget or len(self._running) >= self._limits.max_num_seqs:
                 return
+            if request.adapter_id in without_slot:
+                continue
+            if not self._can_have_slot(request.adapter_id):
+                without_slot.add(request.adapter_id)
+                continue
             # Room for everything known so far, not for the first chunk alone: a request that
             # starts and is preempted in the middle of its prompt has wasted the work.
             if self._num_blocks(len(request.tokens)) > self._blocks.num_free:
                 return
-            if not self._take_slot(request.adapter_id, orders):
-                continue
+            if request.adapter_id is not None:
+                orders.extend(self._take_slot(request.adapter_id))
             count = min(request.num_pending, budget)
             grown = self._grow(request, count)
             assert grown, "the blocks were counted a moment ago"
             self._waiting.remove(request)
-            self._running.append(request)
+            insort(self._running, request, key=_arrival)
             request.running = True
             chosen.append((request, count))
             budget -= count
 
-    def _take_slot(self, adapter_id: AdapterId | None, orders: list[SlotOrder]) -> bool:
-        if adapter_id is None:
-            return True
-        placed = self._residency.place(adapter_id, in_use=(+self._running_adapters).keys())
-        if placed is None:
-            return False
-        orders.extend(placed)
+    def _can_have_slot(self, adapter_id: AdapterId | None) -> bool:
+        in_use = self._running_adapters.keys()
+        return adapter_id is None or self._residency.can_place(adapter_id, in_use)
+
+    def _take_slot(self, adapter_id: AdapterId) -> tuple[SlotOrder, ...]:
+        orders = self._residency.place(adapter_id, in_use=self._running_adapters.keys())
+        assert orders is not None, "the slot was there a moment ago"
         self._running_adapters[adapter_id] += 1
-        return True
+        return orders
+
+    def _leave_slot(self, adapter_id: AdapterId) -> None:
+        self._running_adapters[adapter_id] -= 1
+        if not self._running_adapters[adapter_id]:
+            del self._running_adapters[adapter_id]
+            self._residency.note_idle(adapter_id)
 
     def _sequence_step(self, request: Request, count: int) -> SequenceStep:
         start, end = request.num_computed, request.num_computed + count
@@ -223,10 +244,13 @@ class Scheduler:
             slot=self._residency.slot_of(request.adapter_id),
             sample=sample,
             prompt_logprobs=request.params.prompt_logprobs if wants_prompt else None,
-            next_prompt_tokens=request.tokens[start + 1 : min(end + 1, request.num_prompt_tokens)]
-            if wants_prompt
-            else (),
+            # There is no output yet while some of these are missing.
+            next_prompt_tokens=request.tokens[start + 1 : end + 1] if wants_prompt else (),
         )
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._limits.block_size)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival

@@ -1,0 +1,525 @@
+"""The engine's thread under an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loramux.adapters.spec import PreparedAdapter
+from loramux.engine.async_engine import AsyncEngine, EngineStream
+from loramux.errors import (
+    AdapterExists,
+    AdapterRefused,
+    AdapterSourceNotFound,
+    EngineStopped,
+    InvalidRequest,
+    TooManyRequests,
+    UnknownAdapter,
+    UnknownModel,
+)
+from loramux.plan import StepPlan, StepResult
+from loramux.testing import FakeWorker, expected_tokens
+from loramux.types import Delta, GenerationRequest, RequestId, SamplingParams
+from tests.unit.small_engine import Outcome, SmallEngine
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class GatedWorker(FakeWorker):
+    """Steps and reads wait while their gate is closed, and say that they have begun."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.step_gate, self.read_gate = threading.Event(), threading.Event()
+        self.in_step, self.in_read = threading.Event(), threading.Event()
+        self.step_gate.set()
+        self.read_gate.set()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.in_step.set()
+        assert self.step_gate.wait(10)
+        return super().execute(plan)
+
+    def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
+        self.in_read.set()
+        assert self.read_gate.wait(10)
+        return super().read_adapter(name, directory)
+
+
+class Bench:
+    """An AsyncEngine and what lies under it."""
+
+    def __init__(self, folder: Path, *, max_open: int = 100, at_start: Sequence[str] = ()) -> None:
+        self.small = SmallEngine(worker_type=GatedWorker)
+        assert isinstance(self.small.worker, GatedWorker)
+        self.worker = self.small.worker
+        self.folder = folder
+        self.engine = AsyncEngine(
+            self.small.core,
+            self.worker,
+            self.small.admission,
+            self.small.text,
+            base_name="base",
+            max_open=max_open,
+            adapters=[(name, self.source(name)) for name in at_start],
+        )
+
+    def source(self, name: str) -> str:
+        directory = self.folder / name
+        directory.mkdir(exist_ok=True)
+        return str(directory)
+
+    def submit(
+        self, model: str | None = None, *, request_id: str | None = None, **params: Any
+    ) -> EngineStream:
+        return self.engine.submit(
+            GenerationRequest(
+                prompt_token_ids=PROMPT,
+                params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **params}),
+                model=model,
+                request_id=None if request_id is None else RequestId(request_id),
+            )
+        )
+
+    async def hold_step(self) -> None:
+        """Return when a step has begun that cannot go on before ``step_gate`` opens."""
+        assert await asyncio.to_thread(self.worker.in_step.wait, 10)
+
+
+@asynccontextmanager
+async def running(folder: Path, **options: Any) -> AsyncIterator[Bench]:
+    bench = Bench(folder, **options)
+    await bench.engine.start()
+    try:
+        yield bench
+    finally:
+        bench.worker.step_gate.set()
+        bench.worker.read_gate.set()
+        await bench.engine.stop()
+    if "failed" not in (bench.engine.failure or ""):
+        bench.small.check_idle()
+
+
+async def outcomes(stream: EngineStream, n: int = 1) -> list[Outcome]:
+    collected = [Outcome() for _ in range(n)]
+    async for delta in stream:
+        assert delta.request_id == stream.request_id
+        collected[delta.index].push(delta)
+    assert all(outcome.finish_reason for outcome in collected)
+    return collected
+
+
+async def outcome(stream: EngineStream) -> Outcome:
+    return (await outcomes(stream))[0]
+
+
+def following(count: int, adapter_id: str | None = None) -> list[int]:
+    return expected_tokens(adapter_id, PROMPT, count)
+
+
+# Requests
+
+
+async def test_a_stream_yields_the_answer(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        done = await outcome(bench.submit())
+    assert (done.tokens, done.finish_reason) == (following(4), "length")
+
+
+async def test_a_stream_yields_each_token_as_it_comes(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        deltas: list[Delta] = [delta async for delta in bench.submit()]
+    assert [delta.token_ids for delta in deltas] == [(token,) for token in following(4)]
+
+
+async def test_a_stream_yields_all_completions(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        done = await outcomes(bench.submit(n=3, temperature=1.0, seed=5), 3)
+    assert [o.tokens for o in done] == [expected_tokens(None, PROMPT, 4, seed=s) for s in (5, 6, 7)]
+
+
+async def test_many_streams_run_side_by_side(tmp_path: Path) -> None:
+    models = [None, "a", "b", "c", "d"] * 8
+    async with running(tmp_path, at_start="abcd") as bench:
+        done = await asyncio.gather(*(outcome(bench.submit(model)) for model in models))
+        assert bench.engine.stats().max_step_adapters == 2
+    assert [o.tokens for o in done] == [following(4, model) for model in models]
+
+
+async def test_deltas_wait_for_a_late_reader(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        early = bench.submit()
+        await outcome(bench.submit(max_tokens=8))
+        assert (await outcome(early)).tokens == following(4)
+
+
+async def test_a_request_that_cannot_run_is_refused_at_once(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        with pytest.raises(UnknownModel):
+            bench.submit("unknown")
+
+
+async def test_too_many_requests_are_refused_until_one_ends(tmp_path: Path) -> None:
+    async with running(tmp_path, max_open=2) as bench:
+        streams = [bench.submit(), bench.submit()]
+        with pytest.raises(TooManyRequests):
+            bench.submit()
+        for stream in streams:
+            await outcome(stream)
+        await outcome(bench.submit())
+
+
+async def test_an_id_in_use_is_refused_until_its_request_ends(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        first = bench.submit(request_id="x")
+        with pytest.raises(InvalidRequest, match="'x'") as refusal:
+            bench.submit(request_id="x")
+        assert refusal.value.param == "request_id"
+        assert (await outcome(first)).tokens == following(4)
+        assert (await outcome(bench.submit(request_id="x"))).tokens == following(4)
+
+
+async def test_an_idle_engine_runs_no_steps(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        await outcome(bench.submit())
+        calls = []
+        step = bench.small.core.step
+        bench.small.core.step = lambda: calls.append(1) or step()
+        await asyncio.sleep(0.05)
+        assert calls == []
+
+
+# Aborts
+
+
+async def test_an_abort_ends_the_stream(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        bench.worker.step_gate.clear()
+        stream = bench.submit(max_tokens=20, n=2)
+        await bench.hold_step()
+        stream.abort()
+        bench.worker.step_gate.set()
+        done = await outcomes(stream, 2)
+        assert [o.finish_reason for o in done] == ["abort", "abort"]
+        assert done[0].tokens == following(1)
+
+
+async def test_an_abort_before_the_first_step_ends_the_stream(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        bench.worker.step_gate.clear()
+        first = bench.submit()
+        await bench.hold_step()
+        waiting = bench.submit()
+        waiting.abort()
+        waiting.abort()
+        bench.worker.step_gate.set()
+        done = await outcome(waiting)
+        assert (done.tokens, done.finish_reason) == ([], "abort")
+        assert (await outcome(first)).tokens == following(4)
+
+
+async def test_an_abort_after_the_end_does_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        stream = bench.submit()
+        await outcome(stream)
+        stream.abort()
+        assert (await outcome(bench.submit())).tokens == following(4)
+        assert bench.engine.stats().requests_aborted == 0
+
+
+async def test_an_aborted_request_makes_room(tmp_path: Path) -> None:
+    async with running(tmp_path, max_open=1) as bench:
+        stream = bench.submit(max_tokens=20)
+        stream.abort()
+        await outcome(stream)
+        await outcome(bench.submit())
+
+
+# Adapters
+
+
+async def test_adapters_named_at_start_are_loaded(tmp_path: Path) -> None:
+    async with running(tmp_path, at_start="ab") as bench:
+        assert [info.name for info in bench.engine.adapters()] == ["a", "b"]
+
+
+@pytest.mark.parametrize(("name", "error"), [("bad", AdapterRefused), ("base", AdapterExists)])
+async def test_an_adapter_that_fails_at_start_stops_the_engine(
+    tmp_path: Path, name: str, error: type[Exception]
+) -> None:
+    bench = Bench(tmp_path, at_start=["a", name])
+    threads = set(threading.enumerate())
+    with pytest.raises(error):
+        await bench.engine.start()
+    assert not [t for t in set(threading.enumerate()) - threads if "loramux" in t.name]
+    with pytest.raises(EngineStopped):
+        bench.submit()
+
+
+async def test_an_adapter_can_be_loaded_while_others_answer(tmp_path: Path) -> None:
+    async with running(tmp_path, at_start="a") as bench:
+        long = bench.submit("a", max_tokens=20)
+        info = await bench.engine.load_adapter("b", bench.source("b"), pinned=True)
+        assert (info.name, info.pinned) == ("b", True)
+        assert (await outcome(bench.submit("b"))).tokens == following(4, "b")
+        assert (await outcome(long)).tokens == following(20, "a")
+
+
+async def test_an_adapter_can_be_unloaded_while_it_answers(tmp_path: Path) -> None:
+    async with running(tmp_path, at_start="a") as bench:
+        bench.worker.step_gate.clear()
+        stream = bench.submit("a")
+        await bench.hold_step()
+        unloading = asyncio.create_task(bench.engine.unload_adapter("a"))
+        await asyncio.sleep(0)
+        bench.worker.step_gate.set()
+        await unloading
+        with pytest.raises(UnknownModel):
+            bench.submit("a")
+        assert (await outcome(stream)).tokens == following(4, "a")
+
+
+async def test_an_adapter_can_be_replaced_while_it_answers(tmp_path: Path) -> None:
+    async with running(tmp_path, at_start="a") as bench:
+        old = bench.submit("a", max_tokens=20)
+        await bench.engine.load_adapter("a", bench.source("new"), load_inplace=True)
+        new = bench.submit("a")
+        assert (await outcome(old)).tokens == following(20, "a")
+        assert (await outcome(new)).tokens == following(4, "new")
+
+
+async def test_reading_an_adapter_delays_no_step(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        bench.worker.read_gate.clear()
+        loading = asyncio.create_task(bench.engine.load_adapter("a", bench.source("a")))
+        assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
+        assert (await outcome(bench.submit())).tokens == following(4)
+        assert not loading.done()
+        bench.worker.read_gate.set()
+        assert (await loading).name == "a"
+
+
+async def test_of_two_loads_of_one_name_one_is_refused(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        results = await asyncio.gather(
+            *(bench.engine.load_adapter("a", bench.source(s)) for s in ("s1", "s2")),
+            return_exceptions=True,
+        )
+        assert sorted(type(r).__name__ for r in results) == ["AdapterExists", "AdapterInfo"]
+        assert len(bench.engine.adapters()) == 1
+
+
+async def test_a_taken_name_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    async with running(tmp_path, at_start="a") as bench:
+        bench.worker.in_read.clear()
+        with pytest.raises(AdapterExists):
+            await bench.engine.load_adapter("a", bench.source("b"))
+        assert not bench.worker.in_read.is_set()
+
+
+async def test_a_load_that_is_refused_leaves_the_engine_alive(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        with pytest.raises(AdapterRefused):
+            await bench.engine.load_adapter("a", bench.source("bad"))
+        with pytest.raises(AdapterSourceNotFound):
+            await bench.engine.load_adapter("a", str(tmp_path / "missing"))
+        with pytest.raises(UnknownAdapter):
+            await bench.engine.unload_adapter("a")
+        assert (await outcome(bench.submit())).tokens == following(4)
+
+
+async def test_a_call_that_is_cancelled_harms_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        bench.worker.step_gate.clear()
+        stream = bench.submit()
+        await bench.hold_step()
+        unloading = asyncio.create_task(bench.engine.unload_adapter("a"))
+        await asyncio.sleep(0)
+        unloading.cancel()
+        bench.worker.step_gate.set()
+        assert (await outcome(stream)).tokens == following(4)
+        assert bench.engine.failure is None
+
+
+# Failure
+
+
+async def fail_in_step(bench: Bench) -> list[EngineStream]:
+    """Two streams, one of them not yet with the core, and a step that is about to fail."""
+    bench.worker.step_gate.clear()
+    streams = [bench.submit(n=2)]
+    await bench.hold_step()
+    streams.append(bench.submit(n=2))
+    bench.worker.failure = RuntimeError("the device is lost")
+    return streams
+
+
+async def test_a_failed_step_ends_every_stream_with_an_error(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        streams = await fail_in_step(bench)
+        bench.worker.step_gate.set()
+        for stream in streams:
+            for done in await outcomes(stream, 2):
+                assert done.finish_reason == "error"
+                assert "the device is lost" in (done.error or "")
+
+
+async def test_a_failed_engine_takes_nothing_new(tmp_path: Path) -> None:
+    async with running(tmp_path, at_start="a") as bench:
+        (stream, _) = await fail_in_step(bench)
+        bench.worker.step_gate.set()
+        await outcomes(stream, 2)
+        assert "the device is lost" in (bench.engine.failure or "")
+        with pytest.raises(EngineStopped, match="the device is lost"):
+            bench.submit()
+        with pytest.raises(EngineStopped, match="the device is lost"):
+            await bench.engine.load_adapter("b", bench.source("b"))
+        with pytest.raises(EngineStopped, match="the device is lost"):
+            await bench.engine.unload_adapter("a")
+
+
+async def test_a_failed_engine_still_tells_its_state(tmp_path: Path) -> None:
+    async with running(tmp_path, at_start="a") as bench:
+        (stream, _) = await fail_in_step(bench)
+        bench.worker.step_gate.set()
+        await outcomes(stream, 2)
+        assert [info.name for info in bench.engine.adapters()] == ["a"]
+        assert bench.engine.stats().num_steps == 0
+
+
+async def test_a_failed_step_ends_the_calls_that_wait(tmp_path: Path) -> None:
+    async with running(tmp_path, at_start="a") as bench:
+        await fail_in_step(bench)
+        unloading = asyncio.create_task(bench.engine.unload_adapter("a"))
+        await asyncio.sleep(0)
+        bench.worker.step_gate.set()
+        with pytest.raises(EngineStopped, match="the device is lost"):
+            await unloading
+
+
+async def test_an_adapter_read_while_the_engine_fails_is_not_loaded(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        bench.worker.read_gate.clear()
+        loading = asyncio.create_task(bench.engine.load_adapter("a", bench.source("a")))
+        (stream, _) = await fail_in_step(bench)
+        bench.worker.step_gate.set()
+        await outcomes(stream, 2)
+        bench.worker.read_gate.set()
+        with pytest.raises(EngineStopped):
+            await loading
+
+
+@pytest.mark.parametrize("command", ["add", "abort"])
+async def test_a_command_that_raises_is_a_failure(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a bug")
+
+    async with running(tmp_path) as bench:
+        monkeypatch.setattr(bench.small.core, command, broken)
+        bench.worker.step_gate.clear()
+        stream = bench.submit()
+        stream.abort()
+        bench.worker.step_gate.set()
+        done = await outcome(stream)
+        assert (done.finish_reason, "a bug" in (done.error or "")) == ("error", True)
+
+
+async def test_a_worker_that_cannot_install_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise MemoryError("no room")
+
+    async with running(tmp_path) as bench:
+        monkeypatch.setattr(bench.worker, "install", broken)
+        with pytest.raises(EngineStopped, match="no room"):
+            await bench.engine.load_adapter("a", bench.source("a"))
+
+
+# Stop
+
+
+async def test_stopping_ends_streams_and_keeps_what_they_had(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        bench.worker.step_gate.clear()
+        stream = bench.submit(max_tokens=20)
+        await bench.hold_step()
+        stopping = asyncio.create_task(bench.engine.stop())
+        await asyncio.sleep(0)
+        bench.worker.step_gate.set()
+        done = await outcome(stream)
+        assert (done.tokens, done.finish_reason) == (following(1), "abort")
+        await stopping
+
+
+async def test_a_stopped_engine_takes_nothing_new(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        await bench.engine.stop()
+        assert bench.engine.failure == "the engine has been stopped"
+        with pytest.raises(EngineStopped, match="stopped"):
+            bench.submit()
+
+
+async def test_nothing_is_taken_while_the_engine_stops(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        stopping = asyncio.create_task(bench.engine.stop())
+        await asyncio.sleep(0)
+        with pytest.raises(EngineStopped):
+            bench.submit()
+        await stopping
+
+
+async def test_an_adapter_read_while_the_engine_stops_is_not_loaded(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        bench.worker.read_gate.clear()
+        loading = asyncio.create_task(bench.engine.load_adapter("a", bench.source("a")))
+        assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
+        await bench.engine.stop()
+        bench.worker.read_gate.set()
+        with pytest.raises(EngineStopped):
+            await loading
+
+
+async def test_stopping_twice_waits_twice(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        bench.worker.step_gate.clear()
+        bench.submit()
+        await bench.hold_step()
+        stops = [asyncio.create_task(bench.engine.stop()) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in stops)
+        bench.worker.step_gate.set()
+        await asyncio.gather(*stops)
+
+
+async def test_an_engine_that_was_not_started_can_be_stopped(tmp_path: Path) -> None:
+    await Bench(tmp_path).engine.stop()
+
+
+async def test_an_engine_that_was_not_started_takes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(EngineStopped):
+        Bench(tmp_path).submit()
+
+
+async def test_a_failed_engine_can_be_stopped(tmp_path: Path) -> None:
+    async with running(tmp_path) as bench:
+        (stream, _) = await fail_in_step(bench)
+        bench.worker.step_gate.set()
+        await outcomes(stream, 2)
+        await bench.engine.stop()
+        assert "the device is lost" in (bench.engine.failure or "")

@@ -1,0 +1,122 @@
+"""Which names exist, and who holds which adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from loramux.adapters.catalog import Catalog, Entry
+from loramux.errors import AdapterExists, UnknownAdapter, UnknownModel
+from loramux.types import AdapterId
+
+A, B = AdapterId("id-a"), AdapterId("id-b")
+
+
+def entry(name: str, adapter_id: AdapterId, **fields: Any) -> Entry:
+    return Entry(name, adapter_id, source="here", num_bytes=1, max_rank=8, **fields)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    """One name, ``a``."""
+    catalog = Catalog("base")
+    catalog.add(entry("a", A))
+    return catalog
+
+
+@pytest.mark.parametrize("model", [None, "base"])
+def test_the_base_is_no_adapter(catalog: Catalog, model: str | None) -> None:
+    assert catalog.hold(model) is None
+
+
+def test_a_name_leads_to_its_adapter(catalog: Catalog) -> None:
+    assert catalog.hold("a") == A
+
+
+def test_an_unknown_name_is_refused(catalog: Catalog) -> None:
+    with pytest.raises(UnknownModel, match="'b'"):
+        catalog.hold("b")
+
+
+@pytest.mark.parametrize("name", ["", " a", "a ", "base"])
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_name_that_cannot_be_given_is_refused(catalog: Catalog, name: str, replace: bool) -> None:
+    with pytest.raises(AdapterExists):
+        catalog.add(entry(name, B), replace=replace)
+
+
+def test_a_taken_name_keeps_its_adapter(catalog: Catalog) -> None:
+    with pytest.raises(AdapterExists, match="load_inplace"):
+        catalog.add(entry("a", B))
+    assert catalog.hold("a") == A
+
+
+def test_a_replaced_name_leads_to_the_new_adapter(catalog: Catalog) -> None:
+    catalog.add(entry("a", B), replace=True)
+    assert catalog.hold("a") == B
+
+
+def test_replacing_lets_go_of_an_idle_adapter(catalog: Catalog) -> None:
+    assert catalog.add(entry("a", B), replace=True) == [A]
+
+
+def test_replacing_by_the_same_adapter_lets_go_of_nothing(catalog: Catalog) -> None:
+    assert catalog.add(entry("a", A), replace=True) == []
+
+
+def test_replacing_keeps_an_adapter_that_a_request_holds(catalog: Catalog) -> None:
+    catalog.hold("a")
+    assert catalog.add(entry("a", B), replace=True) == []
+    assert catalog.release(A) == [A]
+
+
+def test_removing_lets_go_of_an_idle_adapter(catalog: Catalog) -> None:
+    assert catalog.remove("a") == [A]
+    assert list(catalog) == []
+
+
+def test_removing_an_unknown_name_is_refused(catalog: Catalog) -> None:
+    with pytest.raises(UnknownAdapter, match="'b'"):
+        catalog.remove("b")
+
+
+def test_an_adapter_lives_until_its_last_sequence_ends(catalog: Catalog) -> None:
+    catalog.hold("a", 3)
+    assert catalog.remove("a") == []
+    assert [catalog.release(A), catalog.release(A, 2)] == [[], [A]]
+
+
+def test_an_adapter_lives_until_its_last_name_goes(catalog: Catalog) -> None:
+    catalog.add(entry("b", A))
+    assert [catalog.remove("a"), catalog.remove("b")] == [[], [A]]
+
+
+def test_a_named_adapter_outlives_its_sequences(catalog: Catalog) -> None:
+    catalog.hold("a")
+    assert catalog.release(A) == []
+
+
+def test_a_removed_name_takes_no_new_requests(catalog: Catalog) -> None:
+    catalog.hold("a")
+    catalog.remove("a")
+    with pytest.raises(UnknownModel):
+        catalog.hold("a")
+
+
+def test_sequences_in_flight_are_counted(catalog: Catalog) -> None:
+    catalog.hold("a", 3)
+    catalog.release(A)
+    assert catalog.in_flight(A) == 2
+
+
+def test_an_adapter_is_held_by_names_and_by_sequences(catalog: Catalog) -> None:
+    catalog.add(entry("b", B))
+    catalog.hold("a")
+    catalog.remove("a")
+    assert catalog.held() == {A, B}
+
+
+def test_releasing_more_than_was_held_is_a_bug(catalog: Catalog) -> None:
+    with pytest.raises(AssertionError, match="more often"):
+        catalog.release(A)

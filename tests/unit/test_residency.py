@@ -1,0 +1,272 @@
+"""Which adapter has which slot."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from loramux.adapters.residency import Residency
+from loramux.plan import SlotClear, SlotLoad, SlotOrder
+from loramux.types import AdapterId, Slot
+
+A, B, C, D = map(AdapterId, "abcd")
+
+
+def residency(num_slots: int = 2, capacity: int = 100, **sizes: int) -> Residency:
+    """Slots for adapters whose sizes are named, of 10 bytes unless told otherwise."""
+    made = Residency(num_slots, capacity)
+    for name, num_bytes in (dict.fromkeys("abcd", 10) | sizes).items():
+        made.add(AdapterId(name), num_bytes)
+    return made
+
+
+def test_the_base_has_the_slot_behind_the_last() -> None:
+    assert residency(num_slots=2).slot_of(None) == 2
+
+
+def test_a_first_placement_is_a_load() -> None:
+    assert residency().place(A, in_use=()) == (SlotLoad(Slot(0), A, 1),)
+
+
+def test_a_resident_adapter_needs_no_order() -> None:
+    slots = residency()
+    slots.place(A, in_use=())
+    assert slots.place(A, in_use=()) == ()
+
+
+def test_two_adapters_have_two_slots() -> None:
+    slots = residency()
+    slots.place(A, in_use=())
+    slots.place(B, in_use=())
+    assert (slots.find_slot(A), slots.find_slot(B)) == (0, 1)
+
+
+def test_an_adapter_that_was_not_placed_has_no_slot() -> None:
+    assert residency().find_slot(A) is None
+
+
+def test_the_adapter_idle_the_longest_gives_up_its_slot() -> None:
+    slots = residency()
+    slots.place(A, in_use=())
+    slots.place(B, in_use=())
+    slots.place(A, in_use=())
+    assert slots.place(C, in_use=()) == (SlotClear(Slot(1)), SlotLoad(Slot(1), C, 3))
+
+
+def test_idle_time_begins_when_the_last_sequence_ends() -> None:
+    slots = residency()
+    slots.place(A, in_use=())
+    slots.place(B, in_use=(A,))
+    slots.note_idle(B)
+    slots.note_idle(A)
+    slots.place(C, in_use=())
+    assert (slots.find_slot(A), slots.find_slot(B)) == (0, None)
+
+
+def test_an_adapter_in_use_keeps_its_slot() -> None:
+    slots = residency()
+    slots.place(A, in_use=())
+    slots.place(B, in_use=())
+    slots.place(C, in_use=(A,))
+    assert slots.find_slot(A) == 0
+
+
+def test_an_adapter_waits_while_all_slots_are_in_use() -> None:
+    slots = residency(num_slots=1)
+    slots.place(A, in_use=())
+    assert slots.place(B, in_use=(A,)) is None
+    assert slots.find_slot(A) == 0
+
+
+@pytest.mark.parametrize("in_use", [(), (A,)])
+def test_can_place_foretells_place(in_use: tuple[AdapterId, ...]) -> None:
+    slots = residency(num_slots=1)
+    slots.place(A, in_use=())
+    foretold = slots.can_place(B, in_use)
+    assert foretold == (slots.place(B, in_use) is not None)
+
+
+def test_bytes_are_freed_though_slots_are_free() -> None:
+    slots = residency(num_slots=3, capacity=100, a=60, b=30, c=50)
+    slots.place(A, in_use=())
+    slots.place(B, in_use=())
+    assert slots.place(C, in_use=()) == (SlotClear(Slot(0)), SlotLoad(Slot(0), C, 3))
+    assert slots.used_bytes == 80
+
+
+def test_several_adapters_go_for_a_large_one() -> None:
+    slots = residency(num_slots=3, capacity=100, c=100)
+    slots.place(A, in_use=())
+    slots.place(B, in_use=())
+    slots.place(C, in_use=())
+    assert (slots.num_resident, slots.used_bytes, slots.num_evictions) == (1, 100, 2)
+
+
+def test_nothing_is_evicted_when_it_would_not_be_enough() -> None:
+    slots = residency(num_slots=3, capacity=100, c=100)
+    slots.place(A, in_use=())
+    slots.place(B, in_use=())
+    assert slots.place(C, in_use=(B,)) is None
+    assert slots.num_resident == 2
+
+
+def test_a_reload_has_a_new_generation() -> None:
+    slots = residency(num_slots=1)
+    loads = [slots.place(adapter, in_use=()) for adapter in (A, B, A)]
+    assert [orders[-1].generation for orders in loads if orders] == [1, 2, 3]  # type: ignore[union-attr]
+
+
+def test_an_idle_pinned_adapter_keeps_its_slot() -> None:
+    slots = residency()
+    slots.set_pinned({A})
+    slots.place(A, in_use=())
+    slots.place(B, in_use=())
+    slots.place(C, in_use=())
+    assert (slots.find_slot(A), slots.find_slot(B)) == (0, None)
+
+
+def test_setting_pins_lets_go_of_the_old_ones() -> None:
+    slots = residency()
+    slots.set_pinned({A})
+    slots.place(A, in_use=())
+    slots.set_pinned({B})
+    slots.place(C, in_use=())
+    slots.place(D, in_use=())
+    assert slots.find_slot(A) is None
+
+
+def test_a_forgotten_adapter_gives_its_slot_and_bytes_back() -> None:
+    slots = residency()
+    slots.place(A, in_use=())
+    assert slots.forget(A) == SlotClear(Slot(0))
+    assert (slots.knows(A), slots.num_resident, slots.used_bytes) == (False, 0, 0)
+
+
+def test_forgetting_is_no_eviction() -> None:
+    slots = residency()
+    slots.place(A, in_use=())
+    slots.forget(A)
+    assert slots.num_evictions == 0
+
+
+def test_forgetting_an_adapter_without_a_slot_needs_no_order() -> None:
+    assert residency().forget(A) is None
+
+
+def test_a_forgotten_adapter_is_not_pinned() -> None:
+    slots = residency()
+    slots.set_pinned({A})
+    slots.forget(A)
+    slots.check()
+
+
+def test_an_adapter_as_large_as_the_cache_is_accepted() -> None:
+    assert Residency(2, 100).objection(A, 100, ()) is None
+
+
+def test_an_adapter_larger_than_the_cache_is_refused_with_the_remedy() -> None:
+    objection = Residency(2, 100).objection(A, 101, ())
+    assert objection is not None
+    assert "--device-cache 101" in objection
+
+
+def test_bytes_of_pinned_adapters_are_not_to_be_had() -> None:
+    slots = residency(a=60)
+    objection = slots.objection(AdapterId("new"), 50, {A})
+    assert objection is not None
+    assert "--device-cache 110" in objection
+
+
+def test_a_pin_must_leave_bytes_for_the_largest_other_adapter() -> None:
+    objection = residency(a=60).objection(B, 50, {B})
+    assert objection is not None
+    assert "--device-cache 110" in objection
+    assert "without pinned" in objection
+
+
+def test_a_pin_may_leave_just_enough_bytes() -> None:
+    assert residency(a=60).objection(B, 40, {B}) is None
+
+
+def test_a_pin_must_leave_a_slot() -> None:
+    objection = residency(num_slots=2).objection(B, 10, {A, B})
+    assert objection is not None
+    assert "--max-loras 3" in objection
+
+
+def test_an_adapter_that_is_pinned_already_is_not_counted_twice() -> None:
+    slots = residency(num_slots=2, a=60, b=40)
+    slots.set_pinned({A})
+    assert slots.objection(A, 60, {A}) is None
+
+
+class ResidencyWalk(RuleBasedStateMachine):
+    """Carries out the orders on a table of slots of its own and compares."""
+
+    ids = st.sampled_from([AdapterId(f"x{i}") for i in range(6)])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residency = Residency(3, 100)
+        self.sizes: dict[AdapterId, int] = {}
+        self.pinned: set[AdapterId] = set()
+        self.table: dict[Slot, AdapterId] = {}
+
+    @rule(adapter_id=ids, num_bytes=st.integers(1, 110), pin=st.booleans())
+    def add(self, adapter_id: AdapterId, num_bytes: int, pin: bool) -> None:
+        num_bytes = self.sizes.get(adapter_id, num_bytes)
+        pinned = self.pinned | {adapter_id} if pin else self.pinned - {adapter_id}
+        if self.residency.objection(adapter_id, num_bytes, pinned) is None:
+            self.residency.add(adapter_id, num_bytes)
+            self.residency.set_pinned(pinned)
+            self.sizes[adapter_id] = num_bytes
+            self.pinned = pinned
+
+    @rule(adapter_id=ids, in_use=st.sets(ids))
+    def place(self, adapter_id: AdapterId, in_use: set[AdapterId]) -> None:
+        if adapter_id not in self.sizes:
+            return
+        before = dict(self.table)
+        orders = self.residency.place(adapter_id, in_use)
+        if orders is None:
+            assert in_use & set(before.values()), "with nothing in use every adapter has a place"
+            return
+        self.carry_out(orders)
+        gone = set(before.values()) - set(self.table.values())
+        assert not gone & (in_use | self.pinned)
+
+    @rule(adapter_id=ids)
+    def note_idle(self, adapter_id: AdapterId) -> None:
+        if adapter_id in self.table.values():
+            self.residency.note_idle(adapter_id)
+
+    @rule(adapter_id=ids)
+    def forget(self, adapter_id: AdapterId) -> None:
+        if adapter_id in self.sizes:
+            order = self.residency.forget(adapter_id)
+            self.carry_out(() if order is None else (order,))
+            del self.sizes[adapter_id]
+            self.pinned.discard(adapter_id)
+
+    @invariant()
+    def the_tables_agree(self) -> None:
+        self.residency.check()
+        assert {a: self.residency.slot_of(a) for a in self.table.values()} == {
+            adapter_id: slot for slot, adapter_id in self.table.items()
+        }
+        assert self.residency.num_resident == len(self.table)
+        assert self.residency.used_bytes == sum(self.sizes[a] for a in self.table.values())
+
+    def carry_out(self, orders: tuple[SlotOrder, ...]) -> None:
+        for order in orders:
+            if isinstance(order, SlotLoad):
+                assert order.slot not in self.table
+                self.table[order.slot] = order.adapter_id
+            else:
+                del self.table[order.slot]
+
+
+ResidencyWalk.TestCase.settings = settings(max_examples=60, deadline=None)
+TestResidencyWalk = ResidencyWalk.TestCase

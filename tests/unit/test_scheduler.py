@@ -1,0 +1,402 @@
+"""Which sequences take part in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from loramux.adapters.residency import Residency
+from loramux.plan import SlotClear, SlotLoad
+from loramux.scheduling.blocks import BlockAllocator
+from loramux.scheduling.request import Request
+from loramux.scheduling.scheduler import Limits, Scheduler
+from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
+
+
+class Bench:
+    """A scheduler and a hand that commits steps: the next token of any sequence is 9."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        num_slots: int = 2,
+        max_num_seqs: int = 4,
+        max_step_tokens: int = 16,
+        adapters: Sequence[str] = "abc",
+    ) -> None:
+        self.blocks = BlockAllocator(num_blocks)
+        self.residency = Residency(num_slots, 100)
+        for name in adapters:
+            self.residency.add(AdapterId(name), 1)
+        limits = Limits(max_num_seqs, max_step_tokens, block_size=4)
+        self.scheduler = Scheduler(limits, self.blocks, self.residency)
+        self.count = 0
+
+    def add(
+        self, length: int, adapter: str | None = None, *, room: int = 8, **params: int
+    ) -> Request:
+        request = Request(
+            request_id=RequestId(f"r{self.count}"),
+            parent_id=RequestId(f"r{self.count}"),
+            index=0,
+            params=SamplingParams(**params),
+            seed=0,
+            adapter_id=None if adapter is None else AdapterId(adapter),
+            tokens=list(range(length)),
+            num_prompt_tokens=length,
+            max_total_tokens=length + room,
+        )
+        self.count += 1
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> dict[str, int]:
+        """Run a step; the number of tokens of each request in it, in the plan's order."""
+        step = self.scheduler.schedule()
+        assert step is not None
+        self.scheduler.check()
+        for request, part in zip(step.requests, step.plan.sequences, strict=True):
+            request.num_computed += len(part.token_ids)
+            request.prompt_logprobs += [TokenLogprobs(t, -1.0) for t in part.next_prompt_tokens]
+            if part.sample is not None:
+                request.tokens.append(9)
+        self.scheduler.check()
+        self.last = step
+        return {part.request_id: len(part.token_ids) for part in step.plan.sequences}
+
+    def remove(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        self.scheduler.check()
+
+
+def test_without_work_there_is_no_step() -> None:
+    assert Bench().scheduler.schedule() is None
+
+
+def test_a_prompt_is_read_at_once_when_it_fits() -> None:
+    bench = Bench()
+    bench.add(7)
+    assert [bench.step(), bench.step()] == [{"r0": 7}, {"r0": 1}]
+
+
+def test_a_long_prompt_is_read_in_chunks() -> None:
+    bench = Bench(max_step_tokens=4)
+    bench.add(10)
+    assert [bench.step() for _ in range(4)] == [{"r0": 4}, {"r0": 4}, {"r0": 2}, {"r0": 1}]
+
+
+def test_only_the_last_chunk_chooses_a_token() -> None:
+    bench = Bench(max_step_tokens=4)
+    bench.add(6)
+    bench.step()
+    assert bench.last.plan.sequences[0].sample is None
+    bench.step()
+    assert bench.last.plan.sequences[0].sample is not None
+
+
+def test_chunks_follow_each_other() -> None:
+    bench = Bench(max_step_tokens=4)
+    bench.add(6)
+    bench.step()
+    bench.step()
+    (part,) = bench.last.plan.sequences
+    assert (part.start, part.token_ids, len(part.block_table)) == (4, [4, 5], 2)
+
+
+def test_prompts_share_the_budget_in_order_of_arrival() -> None:
+    bench = Bench(max_step_tokens=8)
+    bench.add(5)
+    bench.add(6)
+    assert bench.step() == {"r0": 5, "r1": 3}
+
+
+def test_a_long_prompt_never_holds_up_running_sequences() -> None:
+    bench = Bench(max_step_tokens=5)
+    bench.add(2)
+    bench.step()
+    bench.add(20)
+    assert [bench.step() for _ in range(3)] == [{"r0": 1, "r1": 4}] * 3
+
+
+def test_a_late_starter_of_early_arrival_does_not_hold_up_the_others() -> None:
+    bench = Bench(max_step_tokens=5, num_slots=1)
+    running = bench.add(2, "a")
+    bench.step()
+    bench.add(12, "b")
+    bench.add(2)
+    bench.add(2)
+    bench.step()
+    bench.remove(running)
+    assert [bench.step() for _ in range(2)] == [{"r1": 3, "r2": 1, "r3": 1}] * 2
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    bench = Bench(max_num_seqs=2)
+    for _ in range(3):
+        bench.add(2)
+    assert bench.step() == {"r0": 2, "r1": 2}
+    assert bench.scheduler.num_waiting == 1
+
+
+def test_a_sequence_starts_when_another_ends() -> None:
+    bench = Bench(max_num_seqs=1)
+    first = bench.add(2)
+    bench.add(2)
+    bench.step()
+    bench.remove(first)
+    assert bench.step() == {"r1": 2}
+
+
+def test_a_waiting_sequence_can_be_removed() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add(2)
+    bench.step()
+    bench.remove(bench.add(2))
+    assert (bench.scheduler.num_running, bench.scheduler.num_waiting) == (1, 0)
+
+
+def test_a_running_sequence_in_the_middle_can_be_removed() -> None:
+    bench = Bench()
+    requests = [bench.add(2) for _ in range(3)]
+    bench.step()
+    bench.remove(requests[1])
+    assert bench.step() == {"r0": 1, "r2": 1}
+
+
+def test_a_removed_sequence_gives_its_blocks_back() -> None:
+    bench = Bench()
+    request = bench.add(9)
+    bench.step()
+    assert bench.blocks.num_used == 3
+    bench.remove(request)
+    assert bench.blocks.num_used == 0
+
+
+def test_a_sequence_waits_until_there_are_blocks_for_all_of_it() -> None:
+    bench = Bench(num_blocks=4)
+    first = bench.add(8)
+    bench.add(12, room=4)
+    assert bench.step() == {"r0": 8}
+    bench.remove(first)
+    assert bench.step() == {"r1": 12}
+
+
+def test_nobody_passes_a_sequence_that_waits_for_blocks() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add(8)
+    bench.add(12, room=4)
+    bench.add(1)
+    assert bench.step() == {"r0": 8}
+
+
+def preempted() -> tuple[Bench, Request, Request]:
+    """Two sequences that fill the cache of 4 blocks; the next step needs a fifth."""
+    bench = Bench(num_blocks=4)
+    first, second = bench.add(8), bench.add(8)
+    bench.step()
+    bench.step()
+    return bench, first, second
+
+
+def test_without_blocks_the_last_to_arrive_is_preempted() -> None:
+    bench, first, second = preempted()
+    assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+    assert bench.last.requests == (first,)
+
+
+def test_a_preempted_sequence_holds_nothing() -> None:
+    _, _, second = preempted()
+    assert (second.running, second.blocks, second.num_computed) == (False, [], 0)
+
+
+def test_a_preempted_sequence_is_computed_again_with_its_output() -> None:
+    bench, first, second = preempted()
+    bench.remove(first)
+    assert bench.step() == {"r1": 9}
+    assert second.tokens[8:] == [9, 9]
+
+
+def test_a_preempted_sequence_runs_before_those_that_came_later() -> None:
+    bench, first, _ = preempted()
+    bench.add(1)
+    bench.remove(first)
+    assert next(iter(bench.step())) == "r1"
+
+
+def test_nobody_starts_in_the_place_of_who_was_preempted() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add(8)
+    bench.add(8)
+    bench.step()
+    bench.add(1, room=1)
+    assert bench.step() == {"r0": 1}
+
+
+def test_an_early_arrival_that_started_late_is_not_preempted() -> None:
+    bench = Bench(num_blocks=4, num_slots=1)
+    holder = bench.add(1, "a")
+    bench.step()
+    early, late = bench.add(4, "b"), bench.add(8)
+    bench.step()
+    bench.remove(holder)
+    bench.step()
+    while not (early.num_preemptions or late.num_preemptions):
+        bench.step()
+    assert early.num_preemptions == 0
+
+
+def test_the_first_in_the_middle_of_its_prompt_preempts_a_later_one() -> None:
+    bench = Bench(num_blocks=4, num_slots=1, max_step_tokens=6)
+    holder = bench.add(1, "a")
+    bench.step()
+    bench.add(12, "b", room=4)
+    late = bench.add(3)
+    bench.step()
+    bench.remove(holder)
+    assert bench.step() == {"r1": 5, "r2": 1}
+    assert bench.step() == {"r1": 5}
+    assert late.num_preemptions == 1
+
+
+def test_a_request_without_a_slot_is_passed() -> None:
+    bench = Bench(num_slots=1)
+    bench.add(2, "a")
+    bench.add(2, "b")
+    bench.add(2, "a")
+    bench.add(2)
+    assert bench.step() == {"r0": 2, "r2": 2, "r3": 2}
+
+
+def test_a_request_without_a_slot_is_passed_though_it_has_no_blocks_either() -> None:
+    bench = Bench(num_slots=1, num_blocks=4)
+    bench.add(8, "a", room=1)
+    bench.add(12, "b", room=1)
+    bench.add(2)
+    assert bench.step() == {"r0": 8, "r2": 2}
+
+
+def test_a_passed_request_runs_once_a_slot_is_idle() -> None:
+    bench = Bench(num_slots=1)
+    first = bench.add(2, "a")
+    bench.add(2, "b")
+    bench.step()
+    bench.remove(first)
+    assert bench.step() == {"r1": 2}
+    assert bench.last.plan.slot_orders == (SlotClear(Slot(0)), SlotLoad(Slot(0), AdapterId("b"), 2))
+
+
+def test_sequences_of_one_adapter_share_its_slot() -> None:
+    bench = Bench()
+    bench.add(2, "a")
+    bench.add(2, "a")
+    bench.step()
+    assert len(bench.last.plan.slot_orders) == 1
+    assert [part.slot for part in bench.last.plan.sequences] == [0, 0]
+
+
+def test_an_adapter_keeps_its_slot_until_its_last_sequence_ends() -> None:
+    bench = Bench(num_slots=1)
+    first, second = bench.add(2, "a"), bench.add(2, "a")
+    bench.add(2, "b")
+    bench.step()
+    bench.remove(first)
+    assert bench.step() == {"r1": 1}
+    bench.remove(second)
+    assert bench.step() == {"r2": 2}
+
+
+def test_the_adapter_whose_sequences_ended_first_gives_up_its_slot() -> None:
+    bench = Bench()
+    long, short = bench.add(2, "a"), bench.add(2, "b")
+    bench.step()
+    bench.remove(short)
+    bench.remove(long)
+    bench.add(2, "c")
+    bench.step()
+    assert bench.residency.find_slot(AdapterId("a")) == 0
+    assert bench.residency.find_slot(AdapterId("b")) is None
+
+
+def test_rows_stand_in_order_of_arrival_whatever_their_slots() -> None:
+    bench = Bench()
+    for adapter in (None, "b", "a", "b"):
+        bench.add(2, adapter)
+    bench.step()
+    assert [part.slot for part in bench.last.plan.sequences] == [2, 0, 1, 0]
+    assert [request.request_id for request in bench.last.requests] == ["r0", "r1", "r2", "r3"]
+
+
+def test_a_row_that_was_passed_stands_before_later_arrivals_from_its_first_step() -> None:
+    bench = Bench(num_slots=1)
+    holder = bench.add(2, "a")
+    bench.add(2, "b")
+    bench.add(2)
+    bench.step()
+    bench.remove(holder)
+    assert list(bench.step()) == list(bench.step()) == ["r1", "r2"]
+
+
+def test_prompt_logprobs_are_asked_for_every_token_but_the_first() -> None:
+    bench = Bench(max_step_tokens=4)
+    bench.add(6, prompt_logprobs=1)
+    bench.step()
+    assert bench.last.plan.sequences[0].next_prompt_tokens == [1, 2, 3, 4]
+    bench.step()
+    assert bench.last.plan.sequences[0].next_prompt_tokens == [5]
+
+
+def test_prompt_logprobs_are_not_asked_for_twice() -> None:
+    bench = Bench()
+    bench.add(6, prompt_logprobs=1)
+    bench.step()
+    bench.step()
+    assert bench.last.plan.sequences[0].prompt_logprobs is None
+
+
+def test_prompt_logprobs_begin_anew_after_a_preemption_in_the_prompt() -> None:
+    bench = Bench(num_blocks=5, max_step_tokens=9)
+    first, second = bench.add(8, room=4), bench.add(12, prompt_logprobs=1)
+    bench.step()
+    while not second.num_preemptions:
+        bench.step()
+    assert second.prompt_logprobs == []
+    bench.remove(first)
+    bench.step()
+    bench.step()
+    assert [entry.token_id for entry in second.prompt_logprobs] == list(range(1, 12))
+
+
+def test_complete_prompt_logprobs_survive_a_preemption() -> None:
+    bench = Bench(num_blocks=4)
+    bench.add(8)
+    second = bench.add(8, prompt_logprobs=1)
+    bench.step()
+    bench.step()
+    assert second.num_preemptions == 1
+    assert len(second.prompt_logprobs) == 7
+
+
+def test_a_sequence_fits_when_the_whole_cache_holds_it() -> None:
+    scheduler = Bench(num_blocks=4).scheduler
+    assert (scheduler.fits(16), scheduler.fits(17)) == (True, False)
+
+
+def test_a_sequence_that_fills_the_cache_runs_to_its_end() -> None:
+    bench = Bench(num_blocks=4)
+    request = bench.add(10, room=6)
+    while len(request.tokens) < request.max_total_tokens:
+        bench.step()
+    assert request.num_preemptions == 0
+
+
+@pytest.mark.parametrize("length", [0, 65])
+def test_what_can_never_run_is_not_taken(length: int) -> None:
+    with pytest.raises(AssertionError):
+        Bench().add(length, room=0)
+
+
+def test_a_step_must_hold_a_token_of_each_sequence() -> None:
+    with pytest.raises(AssertionError, match="token a step"):
+        Bench(max_num_seqs=4, max_step_tokens=3)
