@@ -204,7 +204,7 @@ def test_an_adapter_that_would_give_nan_is_refused(served: Served, tmp_path: Pat
     key = "base_model.model.model.layers.0.self_attn.q_proj."
     weight = served.worker._base_weight(0)
     tensors[f"{key}lora_A.weight"] = torch.eye(32)
-    tensors[f"{key}lora_B.weight"] = -weight.clone()
+    tensors[f"{key}lora_B.weight"] = -weight.contiguous()
     save_file(tensors, file)
     with pytest.raises(AdapterRefused, match="not finite"):
         served.worker.read_adapter("sick", folder)

@@ -28,6 +28,7 @@ class Routing:
         self.slot_start = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
         self.slot_start[-1] = max_tokens
         self._segments = SegmentBuffers(num_slots, max_tokens, device)
+        self.adapter_rows = torch.empty(0, dtype=torch.int64, device=device)
         self.num_tokens = 0
         self.segments: tuple[Segment, ...] = ()
         """Host copy of the sorted order's runs; empty when only the base takes part."""
@@ -63,6 +64,8 @@ class Routing:
             Segment(slot, int(starts[slot]), int(starts[slot + 1]))
             for slot in np.flatnonzero(counts[: self.num_slots]).tolist()
         )
+        num_adapter_rows = self.segments[-1].end if self.segments else 0
+        self.adapter_rows = self.sorted_rows.new_tensor(order[:num_adapter_rows], dtype=torch.int64)
         self._segments.fill(starts, bucket or self.num_tokens)
         self.token_slot.copy_(torch.from_numpy(token_slot), non_blocking=True)
         self.sorted_rows.copy_(torch.from_numpy(order), non_blocking=True)

@@ -1,4 +1,4 @@
-"""Linears that read the same input become one: q/k/v, gate/up, and whatever else does so.
+"""Linears as they run: those that read the same input become one (q/k/v, gate/up, …).
 
 Which ones is found by the examination of the model, not by a list of architectures, so every
 model gains. The modelling code stays as it is: it still calls each member, in the order that was
@@ -13,6 +13,17 @@ import torch
 from torch import Tensor, nn
 
 
+def lay_out_for_cpu(linear: nn.Linear) -> None:
+    """Turn a float32 weight round in memory (``[in, out]``); its shape and values stay.
+
+    With few rows of x, the CPU's product reads such a weight up to twice as fast. bfloat16 gains
+    nothing, and an accelerator's kernels want rows as they are.
+    """
+    weight = linear.weight
+    if weight.dtype == torch.float32 and weight.device.type == "cpu":
+        linear.weight = nn.Parameter(weight.t().contiguous().t(), requires_grad=False)
+
+
 def fuse(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear with the rows of all, in order; their weights become views of its weight."""
     first = linears[0]
@@ -20,6 +31,7 @@ def fuse(linears: Sequence[nn.Linear]) -> nn.Linear:
     has_bias = any(linear.bias is not None for linear in linears)
     fused = nn.Linear(first.in_features, sum(sizes), bias=has_bias, device="meta")
     fused.weight = nn.Parameter(torch.cat([li.weight for li in linears]), requires_grad=False)
+    lay_out_for_cpu(fused)  # before the members' views are made
     for linear, rows in zip(linears, fused.weight.split(sizes), strict=True):
         linear.weight = nn.Parameter(rows, requires_grad=False)
     if has_bias:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from loramux.lora.layers import LoraContext, LoraLinear
 from loramux.model.anatomy import Anatomy
-from loramux.model.fusion import FirstMember, OtherMember, fuse
+from loramux.model.fusion import FirstMember, OtherMember, fuse, lay_out_for_cpu
 from loramux.ops.interface import Site, Slice
 
 
@@ -19,7 +19,12 @@ def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> li
     originals = [model.get_submodule(name) for name in names]
     for members in anatomy.sites:
         linears = [originals[module] for module in members]
-        linear = linears[0] if len(members) == 1 else fuse(cast(list[nn.Linear], linears))
+        if len(members) > 1:
+            linear = fuse(cast(list[nn.Linear], linears))
+        else:
+            [linear] = linears
+            if type(linear) is nn.Linear:
+                lay_out_for_cpu(linear)
         site = _site(anatomy, members, cast(Tensor | None, linear.bias))
         wrapped = LoraLinear(linear, site, context)
         if len(members) == 1:

@@ -65,6 +65,8 @@ class Routing(Protocol):
     token_slot: Tensor
     sorted_rows: Tensor
     slot_start: Tensor
+    adapter_rows: Tensor
+    """int64: ``sorted_rows`` without the base's, for torch's own indexing."""
     num_tokens: int
     segments: tuple[Segment, ...]
     """Host copy of the sorted order's runs; empty when only the base takes part."""

@@ -46,7 +46,7 @@ class ReferenceOps:
             self._add_sorted(y, x, segments, site, arena, tables)
             return
         # The adapters' rows come first in sorted order. index_copy_ takes int64 only.
-        rows = routing.sorted_rows[: segments[-1].end].long()
+        rows = routing.adapter_rows
         y_rows = y.index_select(0, rows)
         self._add_sorted(y_rows, x.index_select(0, rows), segments, site, arena, tables)
         y.index_copy_(0, rows, y_rows)

@@ -58,11 +58,12 @@ class TorchAttention:
     ) -> None:
         self._block_size = block_size
         rows = num_blocks * block_size
+        # Two dimensions, because index_select of rows is three times faster than indexing.
         self._keys = {
-            i: torch.zeros(rows, s.num_kv_heads, s.key_dim, dtype=dtype) for i, s in layers.items()
+            i: torch.zeros(rows, s.num_kv_heads * s.key_dim, dtype=dtype) for i, s in layers.items()
         }
         self._values = {
-            i: torch.zeros(rows, s.num_kv_heads, s.value_dim, dtype=dtype)
+            i: torch.zeros(rows, s.num_kv_heads * s.value_dim, dtype=dtype)
             for i, s in layers.items()
         }
         self._write_rows = torch.empty(0, dtype=torch.long)
@@ -86,14 +87,13 @@ class TorchAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
     ) -> Tensor:
         keys, values = self._keys[layer], self._values[layer]
-        keys[self._write_rows] = k
-        values[self._write_rows] = v
+        keys.index_copy_(0, self._write_rows, k.reshape(k.shape[0], -1))
+        values.index_copy_(0, self._write_rows, v.reshape(v.shape[0], -1))
         num_heads, value_dim = q.shape[1], v.shape[2]
         out = q.new_empty(q.shape[0], num_heads, value_dim)
         for group in self._groups:
-            # [B, L, kv heads, dim] -> [B, kv heads, L, dim]
-            gathered_k = keys[group.cache_rows].transpose(1, 2)
-            gathered_v = values[group.cache_rows].transpose(1, 2)
+            gathered_k = _gather(keys, group.cache_rows, k.shape[1])
+            gathered_v = _gather(values, group.cache_rows, v.shape[1])
             queries = q[group.rows].reshape(-1, group.num_queries, num_heads, q.shape[2])
             answer = _attend(queries, gathered_k, gathered_v, group.mask(params.window), params)
             out[group.rows] = answer.reshape(-1, num_heads, value_dim)
@@ -105,6 +105,13 @@ class TorchAttention:
         blocks = torch.tensor(sequence.block_table, dtype=torch.long)
         places = torch.arange(self._block_size)
         return (blocks[:, None] * self._block_size + places).flatten()[:length]
+
+
+def _gather(cache: Tensor, rows: Tensor, num_heads: int) -> Tensor:
+    """``[B, L]`` rows of a cache as ``[B, heads, L, dim]``."""
+    batch, length = rows.shape
+    found = cache.index_select(0, rows.view(-1))
+    return found.view(batch, length, num_heads, -1).transpose(1, 2)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:

@@ -115,9 +115,12 @@ class Scheduler:
         self._admit(budget, chosen, orders)
         if not chosen:
             return None
-        # Order of arrival, not of slot: where a row stands in a matrix product can change its last
-        # bits, and an adapter must not change that for the rows beside it.
         chosen.sort(key=lambda item: item[0].arrival)
+        if all(request.adapter_id is not None for request, _ in chosen):
+            # Rows of one slot side by side spare the LoRA ops a gather. Not beside base rows: where
+            # a row stands in a matrix product can change its last bits, and whether its neighbours
+            # have adapters must not change that.
+            chosen.sort(key=lambda item: self._residency.slot_of(item[0].adapter_id))
         plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
         return Step(plan, tuple(request for request, _ in chosen))
 
