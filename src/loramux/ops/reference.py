@@ -70,24 +70,41 @@ class ReferenceOps:
     ) -> None:
         """All rows belong to one slot."""
         for part in site.slices:
-            views = self._views.get((part.module, slot))
-            if views is None or views.version != tables.version[slot]:
-                views = module_views(part, slot, site.in_features, arena, tables)
-                self._views[part.module, slot] = views
+            views = self._views_of(part, slot, site, arena, tables)
             if views.a_t is None:
                 continue
             whole = part.start == 0 and part.size == y.shape[1]
             y_part = y if whole else y[:, part.start : part.start + part.size]
-            if views.gain is None:
-                y_part.addmm_(x.mm(views.a_t), views.b_t)
-            else:
-                bias = None
-                if site.bias is not None:
-                    bias = site.bias[part.start : part.start + part.size]
-                    y_part.sub_(bias)
-                y_part.addmm_(x.mm(views.a_t), views.b_t).mul_(views.gain)
-                if bias is not None:
-                    y_part.add_(bias)
+            y_part.addmm_(x.mm(views.a_t), views.b_t)
+            if views.gain is not None:
+                _scale(y_part, views.gain, part, site)
+
+    def _scale_rows(
+        self, y: Tensor, slot: int, site: Site, arena: Tensor, tables: SlotTables
+    ) -> None:
+        """Apply the gains of a slot to rows that have its delta already."""
+        for part in site.slices:
+            gain = self._views_of(part, slot, site, arena, tables).gain
+            if gain is not None:
+                _scale(y[:, part.start : part.start + part.size], gain, part, site)
+
+    def _views_of(
+        self, part: Slice, slot: int, site: Site, arena: Tensor, tables: SlotTables
+    ) -> ModuleViews:
+        views = self._views.get((part.module, slot))
+        if views is None or views.version != tables.version[slot]:
+            views = module_views(part, slot, site.in_features, arena, tables)
+            self._views[part.module, slot] = views
+        return views
+
+
+def _scale(y: Tensor, gain: Tensor, part: Slice, site: Site) -> None:
+    """DoRA: y = g * (y - bias) + bias, in place, over the columns of one slice."""
+    if site.bias is None:
+        y.mul_(gain)
+    else:
+        bias = site.bias[part.start : part.start + part.size]
+        y.sub_(bias).mul_(gain).add_(bias)
 
 
 def module_views(

@@ -47,11 +47,13 @@ class _Stack:
     versions: dict[int, int]
     """The slots in it, and the version of each when its weights were copied."""
     weights: _Weights | None = None
-    """None if a slot has a gain, or B is not finite: then zero times B would not be zero."""
+    """None if B is not finite: then zero times B would not be zero."""
+    with_gain: frozenset[int] = frozenset()
+    """Slots whose DoRA gain some module of the site has."""
 
 
 class StackedOps(ReferenceOps):
-    """Computes small segments together; large ones, and sites with DoRA, as the reference does.
+    """Computes small segments together, large ones as the reference does.
 
     Keeps a second copy of the weights that take part, at most as large as the arena.
     """
@@ -87,6 +89,10 @@ class StackedOps(ReferenceOps):
             else:
                 rows = slice(run[0].start, run[-1].end)
                 self._add_run(y[rows], x[rows], index, site, stack.versions, stack.weights)
+                for segment in run:
+                    if segment.slot in stack.with_gain:
+                        own = y[segment.start : segment.end]
+                        self._scale_rows(own, segment.slot, site, arena, tables)
 
     def _set_segments(self, segments: tuple[Segment, ...]) -> None:
         self._segments = segments
@@ -138,8 +144,7 @@ def _build(site: Site, slots: Sequence[int], arena: Tensor, tables: SlotTables) 
     """Copy the weights of one site in these slots."""
     versions = {slot: tables.version[slot] for slot in slots}
     modules = [part.module for part in site.slices]
-    if tables.host_has_gain[modules][:, slots].any():
-        return _Stack(versions)
+    with_gain = frozenset(slot for slot in slots if tables.host_has_gain[modules, slot].any())
     a_parts = [arena.new_empty(0, site.in_features)]
     b_stacks: list[Tensor] = []
     ranks: list[int] = []
@@ -157,7 +162,7 @@ def _build(site: Site, slots: Sequence[int], arena: Tensor, tables: SlotTables) 
     if not all(b.isfinite().all() for b in b_stacks):
         return _Stack(versions)
     weights = _Weights(tuple(ranks), torch.cat(a_parts).t(), tuple(b_stacks), tuple(ends))
-    return _Stack(versions, weights)
+    return _Stack(versions, weights, with_gain)
 
 
 def _mask(run: Run, slots: Sequence[int], ranks: Sequence[int]) -> Tensor:
