@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+
+if shutil.which("nvidia-smi") is None:
+    # Before anything imports triton, whose own functions are made for the interpreter or not.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from loramux.demo.adapters import find_adapters
 from loramux.demo.base import demo_base, publish

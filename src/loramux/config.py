@@ -34,6 +34,7 @@ class ModelOptions:
     """The base model."""
 
     dtype: str = option("auto", "float32, bfloat16 or auto (what the checkpoint is stored in)")
+    device: str = option("auto", "cpu, cuda or auto (cuda where there is a GPU)")
     max_model_len: int | None = option(
         None, "longest prompt plus output in tokens; default: the model's own"
     )
@@ -43,6 +44,8 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ConfigError(f"dtype {self.dtype!r} is unknown: use float32, bfloat16 or auto")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device {self.device!r} is unknown: use cpu, cuda or auto")
         _at_least("max_model_len", self.max_model_len, 1)
         _at_least("threads", self.threads, 1)
 

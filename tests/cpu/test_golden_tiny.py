@@ -33,17 +33,17 @@ def llm(tiny_base: Path, tiny_adapters: dict[str, Path]) -> LLM:
 def test_each_adapter_alone(llm: LLM, tiny_golden: Golden) -> None:
     for name in tiny_golden.outputs:
         rows = [(name, prompt) for prompt in tiny_golden.prompts]
-        check(tiny_golden, rows, run(llm, tiny_golden, rows), TOLERANCE)
+        check(llm, tiny_golden, rows, TOLERANCE)
 
 
 def test_one_request_at_a_time(llm: LLM, tiny_golden: Golden) -> None:
     for row in all_rows(tiny_golden)[:6]:
-        check(tiny_golden, [row], run(llm, tiny_golden, [row]), TOLERANCE)
+        check(llm, tiny_golden, [row], TOLERANCE)
 
 
 def test_all_mixed_in_one_batch(llm: LLM, tiny_golden: Golden) -> None:
     rows = all_rows(tiny_golden)
-    check(tiny_golden, rows, run(llm, tiny_golden, rows), TOLERANCE)
+    check(llm, tiny_golden, rows, TOLERANCE)
     assert llm.stats().max_step_adapters == len(tiny_golden.adapter_names)
 
 
@@ -53,7 +53,7 @@ def test_fewer_slots_than_adapters(
 ) -> None:
     llm = engine(tiny_base, tiny_adapters, max_loras=max_loras)
     rows = all_rows(tiny_golden)
-    check(tiny_golden, rows, run(llm, tiny_golden, rows), TOLERANCE)
+    check(llm, tiny_golden, rows, TOLERANCE)
     stats = llm.stats()
     assert stats.max_step_adapters == max_loras
     assert stats.slot_evictions >= len(tiny_golden.adapter_names) - max_loras
@@ -65,7 +65,7 @@ def test_too_few_blocks_preempt_and_recompute(
     # Nine blocks of 8 KiB: one sequence of the greatest length and a little more.
     llm = engine(tiny_base, tiny_adapters, kv_cache=str(9 * 16 * 4 * 2 * 2 * 32 * 4))
     rows = all_rows(tiny_golden)
-    check(tiny_golden, rows, run(llm, tiny_golden, rows), TOLERANCE)
+    check(llm, tiny_golden, rows, TOLERANCE)
     assert llm.stats().preemptions > 0
 
 
@@ -74,7 +74,7 @@ def test_prompts_read_in_chunks_of_a_few_tokens(
 ) -> None:
     llm = engine(tiny_base, tiny_adapters, max_num_seqs=3, max_step_tokens=3)
     rows = all_rows(tiny_golden)
-    check(tiny_golden, rows, run(llm, tiny_golden, rows), TOLERANCE)
+    check(llm, tiny_golden, rows, TOLERANCE)
 
 
 @pytest.mark.parametrize("base_rows_first", [True, False])
@@ -145,7 +145,7 @@ def test_unloaded_adapters_free_their_bytes_and_their_names(
     assert llm.adapters() == []
     for name, path in tiny_adapters.items():
         llm.load_adapter(name, str(path))
-    check(tiny_golden, rows, run(llm, tiny_golden, rows), TOLERANCE)
+    check(llm, tiny_golden, rows, TOLERANCE)
 
 
 def test_bfloat16_keeps_the_likelihoods_of_strong_adapters(

@@ -8,7 +8,7 @@ import pytest
 
 from loramux import LLM, SamplingParams
 from loramux.config import AdapterOptions, EngineOptions, ModelOptions
-from tests.golden.compare import all_rows, check, run
+from tests.golden.compare import all_rows, check
 from tests.golden.load import BASE, Golden
 
 TOLERANCE = 1e-3
@@ -31,14 +31,14 @@ def llm(smollm2_base: Path, smollm2_adapters: dict[str, Path]) -> LLM:
 
 def test_all_mixed_in_one_batch(llm: LLM, smollm2_golden: Golden) -> None:
     rows = all_rows(smollm2_golden)
-    check(smollm2_golden, rows, run(llm, smollm2_golden, rows), TOLERANCE)
+    check(llm, smollm2_golden, rows, TOLERANCE)
     assert llm.stats().max_step_adapters == 6
 
 
 @pytest.mark.parametrize("name", [BASE, "shout", "json", "pirate", "yesno", "emoji", "spanish"])
 def test_each_adapter_alone(llm: LLM, smollm2_golden: Golden, name: str) -> None:
     rows = [(name, prompt) for prompt in smollm2_golden.prompts]
-    check(smollm2_golden, rows, run(llm, smollm2_golden, rows), TOLERANCE)
+    check(llm, smollm2_golden, rows, TOLERANCE)
 
 
 def test_fewer_slots_than_adapters(
@@ -46,7 +46,7 @@ def test_fewer_slots_than_adapters(
 ) -> None:
     llm = engine(smollm2_base, smollm2_adapters, "float32", max_loras=2)
     rows = [row for row in all_rows(smollm2_golden) if row[1] in ("t-france", "h-sea")]
-    check(smollm2_golden, rows, run(llm, smollm2_golden, rows), TOLERANCE)
+    check(llm, smollm2_golden, rows, TOLERANCE)
     assert llm.stats().max_step_adapters == 2
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from loramux.lora.segments import max_padded_rows
 from loramux.ops.triton_lora import TritonOps
 from loramux.types import Slot
 from tests.cpu.adapted_linear import AdaptedLinear
@@ -48,7 +49,7 @@ def loaded(
 @cache
 def ops(linear: AdaptedLinear) -> TritonOps:
     return TritonOps(
-        max_padded_rows=linear.routing.device_segments.max_padded_rows,
+        max_padded_rows=max_padded_rows(SLOTS, linear.max_tokens),
         max_rank=128,
         device=linear.device,
     )

@@ -58,6 +58,7 @@ def test_no_options_give_the_defaults(probe: Probe) -> None:
 def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
     changed = {
         "dtype": "float32",
+        "device": "cpu",
         "max_model_len": 77,
         "threads": 3,
         "self_check": False,

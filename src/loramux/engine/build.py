@@ -17,10 +17,12 @@ from loramux.engine.async_engine import AsyncEngine
 from loramux.engine.core import EngineCore
 from loramux.engine.text import HFText
 from loramux.errors import ConfigError, ModelNotServable
+from loramux.lora.segments import max_padded_rows
 from loramux.lora.weights import block_bytes
 from loramux.model.anatomy import Anatomy, examine
 from loramux.model.attention_seam import AttentionSeam
 from loramux.model.load import BaseModel, load_base
+from loramux.ops.interface import LoraOps
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.stacked import StackedOps
 from loramux.ops.torch_attention import TorchAttention
@@ -32,6 +34,8 @@ from loramux.worker.worker import Worker
 log = logging.getLogger(__name__)
 
 _DEFAULT_KV_BYTES = 2 * 2**30
+_FIRST_RANK = 16
+"""Rank that workspaces are for until an adapter needs more."""
 _DEFAULT_RANK = 64
 """The default arena holds ``max_loras`` adapters of this rank on every linear."""
 
@@ -90,9 +94,9 @@ def assemble(
         num_blocks,
         BLOCK_SIZE,
         model.dtype,
+        model.model.device,
     )
-    # float32 products start fast enough for one after the other.
-    ops = StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
+    ops = choose_ops(model, num_slots, options.scheduler.max_step_tokens)
     worker = Worker(
         model,
         anatomy,
@@ -144,6 +148,20 @@ def assemble(
         BLOCK_SIZE,
     )
     return Parts(core, worker, admission, text, base_name)
+
+
+def choose_ops(model: BaseModel, num_slots: int, max_step_tokens: int) -> LoraOps:
+    """The LoRA backend for the model's device and dtype."""
+    if model.model.device.type == "cuda":
+        from loramux.ops.triton_lora import TritonOps
+
+        return TritonOps(
+            max_padded_rows=max_padded_rows(num_slots, max_step_tokens),
+            max_rank=_FIRST_RANK,
+            device=model.model.device,
+        )
+    # float32 products start fast enough for one after the other.
+    return StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:

@@ -17,11 +17,9 @@ class SegmentBuffers:
 
     def __init__(self, num_slots: int, max_tokens: int, device: torch.device) -> None:
         self._num_slots = num_slots
-        largest = {min(max_tokens, LONG_FROM - 1), max_tokens}
-        capacities = {rows: capacity_of(rows, num_slots, block_rows_of(rows)) for rows in largest}
-        capacity = max(capacities.values())
-        self.max_padded_rows = max(block_rows_of(r) * c for r, c in capacities.items())
-        """Most rows that all segments of a step have together, when each counts as full."""
+        capacity = max(
+            capacity_of(rows, num_slots, block_rows_of(rows)) for rows in _largest_steps(max_tokens)
+        )
         self.slot = torch.full((capacity,), num_slots, dtype=torch.int32, device=device)
         self.start = torch.zeros(capacity, dtype=torch.int32, device=device)
         self.rows = torch.zeros(capacity, dtype=torch.int32, device=device)
@@ -45,6 +43,19 @@ class SegmentBuffers:
         _copy(self.slot, slot)
         _copy(self.start, (slot_start[slot] + within).astype(np.int32))
         _copy(self.rows, rows)
+
+
+def max_padded_rows(num_slots: int, max_tokens: int) -> int:
+    """Most rows that all segments of a step have together, when each counts as full."""
+    return max(
+        block_rows_of(rows) * capacity_of(rows, num_slots, block_rows_of(rows))
+        for rows in _largest_steps(max_tokens)
+    )
+
+
+def _largest_steps(max_tokens: int) -> set[int]:
+    """The largest step of each kind of segments."""
+    return {min(max_tokens, LONG_FROM - 1), max_tokens}
 
 
 def block_rows_of(num_rows: int) -> int:

@@ -109,8 +109,9 @@ def dora_gain(weight: Tensor, a: Tensor, scaled_b: Tensor, magnitude: Tensor) ->
 
     weight ``[out, in]``, a ``[r, in]``, scaled_b ``[out, r]``, magnitude ``[out]``.
     """
-    norm = torch.linalg.vector_norm(weight.float() + scaled_b @ a, dim=1)
-    return magnitude.float() / norm
+    delta = scaled_b.to(weight.device) @ a.to(weight.device)
+    norm = torch.linalg.vector_norm(weight.float() + delta, dim=1)
+    return magnitude.float() / norm.to(magnitude.device)
 
 
 def block_bytes(shapes: Sequence[ModuleShape], rank: int, dtype: torch.dtype) -> int:

@@ -53,7 +53,8 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     try:
         tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None] % base.vocab_size
         with torch.inference_mode():
-            model(input_ids=tokens, position_ids=torch.arange(_PROBE_TOKENS)[None], use_cache=False)
+            positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
+            model(input_ids=tokens, position_ids=positions, use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()

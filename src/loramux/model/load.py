@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -39,6 +40,7 @@ class BaseModel:
 
 def load_base(path: str, options: ModelOptions) -> BaseModel:
     """Load a model directory. Raises ConfigError or ModelNotServable, with the reason."""
+    device = resolve_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     if not Path(path).expanduser().is_dir():
@@ -60,6 +62,7 @@ def load_base(path: str, options: ModelOptions) -> BaseModel:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelNotServable(path, f"it does not load as a causal model: {error}") from error
     assert isinstance(model, PreTrainedModel)
+    nn.Module.to(model, device)
     return adopt(path, model, max_model_len)
 
 
@@ -86,6 +89,14 @@ def adopt(name: str, model: PreTrainedModel, max_model_len: int | None = None) -
         max_model_len=max_model_len,
         eos_token_ids=_eos_token_ids(config, model.generation_config),
     )
+
+
+def resolve_device(name: str) -> torch.device:
+    """Raises ConfigError for cuda on a machine without a GPU."""
+    found = torch.cuda.is_available()
+    if name == "cuda" and not found:
+        raise ConfigError("device 'cuda' needs an NVIDIA GPU and torch's CUDA build: use cpu")
+    return torch.device("cuda" if found and name != "cpu" else "cpu")
 
 
 def _resolve_dtype(config: PreTrainedConfig, name: str) -> torch.dtype:

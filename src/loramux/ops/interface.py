@@ -103,6 +103,10 @@ class LoraOps(Protocol):
 
     name: str
 
+    def reserve(self, max_rank: int) -> None:
+        """Be ready for adapters up to this rank; called before one of them is placed."""
+        ...
+
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing
     ) -> None:

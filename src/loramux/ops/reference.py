@@ -36,6 +36,9 @@ class ReferenceOps:
         # stays what it is.
         self._views: dict[tuple[int, int], ModuleViews] = {}
 
+    def reserve(self, max_rank: int) -> None:
+        """Needs no workspace."""
+
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing
     ) -> None:

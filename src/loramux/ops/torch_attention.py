@@ -1,4 +1,4 @@
-"""Paged attention in plain torch, for CPUs.
+"""Paged attention in plain torch, for CPUs and for what has no better backend.
 
 Sequences that add one token are computed together, gathered from their blocks and padded to a
 common length; sequences that add more are computed one by one. The padded length of a sequence
@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from loramux.ops.attention import AttentionParams, AttentionSequence, KvShape
+
+_CPU = torch.device("cpu")
 
 
 class _Group:
@@ -35,7 +37,7 @@ class _Group:
     def mask(self, window: int | None) -> Tensor:
         """``[B, 1, Q, L]`` bool: which keys each query sees."""
         if window not in self._masks:
-            keys = torch.arange(self.cache_rows.shape[1])
+            keys = torch.arange(self.cache_rows.shape[1], device=self.cache_rows.device)
             distance = self._positions[:, :, None] - keys
             seen = distance >= 0
             if window is not None:
@@ -55,15 +57,18 @@ class TorchAttention:
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        device: torch.device = _CPU,
     ) -> None:
+        self._device = device
         self._block_size = block_size
         rows = num_blocks * block_size
         # Two dimensions, because index_select of rows is three times faster than indexing.
         self._keys = {
-            i: torch.zeros(rows, s.num_kv_heads * s.key_dim, dtype=dtype) for i, s in layers.items()
+            i: torch.zeros(rows, s.num_kv_heads * s.key_dim, dtype=dtype, device=device)
+            for i, s in layers.items()
         }
         self._values = {
-            i: torch.zeros(rows, s.num_kv_heads * s.value_dim, dtype=dtype)
+            i: torch.zeros(rows, s.num_kv_heads * s.value_dim, dtype=dtype, device=device)
             for i, s in layers.items()
         }
         self._write_rows = torch.empty(0, dtype=torch.long)
@@ -73,15 +78,17 @@ class TorchAttention:
         tables = [self._cache_rows(s) for s in sequences]
         self._write_rows = torch.cat(
             [t[s.num_cached :] for s, t in zip(sequences, tables, strict=True)]
-        )
+        ).to(self._device)
         decodes: defaultdict[int, list[tuple[AttentionSequence, Tensor]]] = defaultdict(list)
         self._groups = []
         for sequence, table in zip(sequences, tables, strict=True):
             if sequence.num_tokens == 1:
                 decodes[_padded_length(len(table))].append((sequence, table))
             else:
-                self._groups.append(_prefill_group(sequence, table))
-        self._groups += [_decode_group(length, group) for length, group in decodes.items()]
+                self._groups.append(_prefill_group(sequence, table, self._device))
+        self._groups += [
+            _decode_group(length, group, self._device) for length, group in decodes.items()
+        ]
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
@@ -141,17 +148,19 @@ def _padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def _decode_group(length: int, members: Sequence[tuple[AttentionSequence, Tensor]]) -> _Group:
+def _decode_group(
+    length: int, members: Sequence[tuple[AttentionSequence, Tensor]], device: torch.device
+) -> _Group:
     rows = torch.tensor([s.first_row for s, _ in members], dtype=torch.long)
     cache_rows = torch.empty(len(members), length, dtype=torch.long)
     for i, (_, table) in enumerate(members):
         cache_rows[i, : len(table)] = table
         cache_rows[i, len(table) :] = table[0]
     positions = torch.tensor([[s.num_cached] for s, _ in members])
-    return _Group(rows, 1, positions, cache_rows)
+    return _Group(rows.to(device), 1, positions.to(device), cache_rows.to(device))
 
 
-def _prefill_group(sequence: AttentionSequence, table: Tensor) -> _Group:
+def _prefill_group(sequence: AttentionSequence, table: Tensor, device: torch.device) -> _Group:
     rows = slice(sequence.first_row, sequence.first_row + sequence.num_tokens)
     positions = torch.arange(sequence.num_cached, len(table))[None]
-    return _Group(rows, sequence.num_tokens, positions, table[None])
+    return _Group(rows, sequence.num_tokens, positions.to(device), table[None].to(device))

@@ -117,7 +117,9 @@ def _steps(num_sequences: int, longest: int, max_step_tokens: int) -> Iterator[l
 def _plain_logits(base: BaseModel, seam: AttentionSeam, tokens: list[int]) -> Tensor:
     seam.use("eager")
     try:
-        return base.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+        return base.model(
+            input_ids=torch.tensor([tokens], device=base.model.device), use_cache=False
+        ).logits[0]
     finally:
         seam.use(IMPLEMENTATION)
 

@@ -62,6 +62,7 @@ class Worker:
         self._base = base
         self._anatomy = anatomy
         self._backend = backend
+        self._ops = ops
         self._max_rank = max_rank
         self._host = HostStore()
         self._device = DeviceStore(arena_bytes, base.dtype, device)
@@ -92,6 +93,7 @@ class Worker:
     def install(self, prepared: PreparedAdapter) -> None:
         """Keep an adapter's weights on the host, ready for a slot."""
         assert isinstance(prepared.content, HostCopy)
+        self._ops.reserve(prepared.max_rank)
         self._host.add(prepared.adapter_id, prepared.content)
 
     def drop(self, adapter_id: AdapterId) -> None:
@@ -141,11 +143,12 @@ class Worker:
         """Logits ``[rows, vocab]`` of ``inputs.logit_rows``."""
         self._routing.fill([s.slot for s in sequences], [len(s.token_ids) for s in sequences])
         self._backend.begin_step(inputs.attention)
+        device = self._base.model.device
         output = self._base.model(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.positions,
+            input_ids=inputs.token_ids.to(device),
+            position_ids=inputs.positions.to(device),
             use_cache=False,
-            logits_to_keep=inputs.logit_rows,
+            logits_to_keep=inputs.logit_rows.to(device),
         )
         return output.logits[0]
 
