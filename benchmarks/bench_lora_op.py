@@ -152,24 +152,24 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256])
-    parser.add_argument("--sweep", action="store_true", help="try other tiles, at 64 rows")
+    parser.add_argument(
+        "--change",
+        action="append",
+        default=[],
+        metavar="NAME=N[,NAME=N]",
+        help="fields of Tiles to measure 64 rows with, instead of the usual cases; may be repeated",
+    )
     parser.add_argument("--prefill", type=int, default=8192, help="rows of a prefill; 0 for none")
     parser.add_argument("--out", help="file for the JSON record")
     arguments = parser.parse_args()
     results: dict[str, dict[str, float]] = {}
     for rank in arguments.ranks:
         model = Model(arguments.layers, arguments.slots, rank, max(8192, *arguments.rows))
-        for rows, popularity in itertools.product(
-            arguments.rows, ("identical", "distinct", "half", "base")
-        ):
-            if rows > 1 or popularity == "identical":
-                results[f"r{rank} T{rows} {popularity}"] = measure(model, rank, rows, popularity)
-        if arguments.prefill:
-            for popularity in ("identical", "runs"):
-                name = f"r{rank} T{arguments.prefill} {popularity}"
-                results[name] = measure(model, rank, arguments.prefill, popularity)
-        if arguments.sweep:
-            results |= sweep(model, rank)
+        if arguments.change:
+            for change in arguments.change:
+                results |= try_tiles(model, rank, change)
+        else:
+            results |= usual_cases(model, rank, arguments.rows, arguments.prefill)
         del model
         torch.cuda.empty_cache()
     arguments_record = vars(arguments) | {"gpu": torch.cuda.get_device_name()}
@@ -211,28 +211,33 @@ def measure(
     return result
 
 
-def sweep(model: Model, rank: int) -> dict[str, dict[str, float]]:
-    """One parameter at a time, away from the choice that is made today."""
-    changes = [
-        {}, {"split_k": 4}, {"split_k": 2}, {"block_k": 256}, {"shrink_stages": 4},
-        {"shrink_warps": 2}, {"block_n": 128}, {"block_n": 512},
-        {"block_n": 512, "expand_warps": 8},
-        {"expand_warps": 2}, {"expand_warps": 8}, {"block_n": 128, "expand_warps": 2},
-        {"split_k": 4, "block_k": 256}, {"split_k": 4, "shrink_warps": 2},
-        {"split_k": 4, "block_n": 128}, {"expand_stages": 2},
-    ]  # fmt: skip
+def usual_cases(
+    model: Model, rank: int, all_rows: list[int], prefill: int
+) -> dict[str, dict[str, float]]:
+    """Decode steps of several sizes, and a prefill."""
     results = {}
-    for change, popularity in itertools.product(changes, ("identical", "distinct")):
+    for rows, popularity in itertools.product(all_rows, ("identical", "distinct", "half", "base")):
+        if rows > 1 or popularity == "identical":
+            results[f"r{rank} T{rows} {popularity}"] = measure(model, rank, rows, popularity)
+    for popularity in ("identical", "runs") if prefill else ():
+        results[f"r{rank} T{prefill} {popularity}"] = measure(model, rank, prefill, popularity)
+    return results
 
-        def choose(
-            inputs: int, segments: DeviceSegments, rank: int, change: dict[str, int] = change
-        ) -> Tiles:
-            return replace(choose_tiles(inputs, segments, rank), **change)
 
-        print(change, end=" ")
-        name = f"r{rank} T64 {popularity} {change}"
+def try_tiles(model: Model, rank: int, change: str) -> dict[str, dict[str, float]]:
+    """A choice of tiles that differs from today's in some fields."""
+    fields = {name: int(value) for name, value in (p.split("=") for p in change.split(","))}
+
+    def choose(inputs: int, segments: DeviceSegments, rank: int) -> Tiles:
+        return replace(choose_tiles(inputs, segments, rank), **fields)
+
+    results = {}
+    for popularity in ("identical", "distinct"):
+        print(f"{change:40}", end=" ")
         try:
-            results[name] = measure(model, rank, 64, popularity, choose, ("alone", "beside"))
+            results[f"r{rank} T64 {popularity} {change}"] = measure(
+                model, rank, 64, popularity, choose, ("alone", "beside")
+            )
         except OutOfResources as error:
             print(error)
     return results

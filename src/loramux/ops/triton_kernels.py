@@ -55,18 +55,18 @@ def shrink_kernel(
     part = tl.program_id(1) % NUM_SLICES
     rank_start = tl.program_id(1) // NUM_SLICES * BLOCK_R
     split = tl.program_id(2)
+    # Loads before branches: what one load must wait for another, a block of little work waits for.
     num_rows = tl.load(segment_rows + segment)
-    if num_rows == 0:
-        return
     slot = tl.load(segment_slot + segment)
+    start = tl.load(segment_start + segment)
     r = tl.load(rank + part * table_stride + slot)
-    if rank_start >= r:
+    offset = tl.load(offset_a + part * table_stride + slot)
+    if (num_rows == 0) | (rank_start >= r):
         return
-    a = arena + tl.load(offset_a + part * table_stride + slot) * UNIT
+    a = arena + offset * UNIT
 
     rows = tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
-    start = tl.load(segment_start + segment)
     row_ids = tl.load(sorted_rows + start + rows, mask=row_mask, other=0).to(tl.int64)
     ranks = rank_start + tl.arange(0, BLOCK_R)
     rank_mask = ranks < r
@@ -131,9 +131,6 @@ def expand_kernel(
     h is the sum of the planes. Grid (segments, column tiles of all slices).
     """
     segment = tl.program_id(0)
-    num_rows = tl.load(segment_rows + segment)
-    if num_rows == 0:
-        return
     tile = tl.program_id(1)
     TILES0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     TILES1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
@@ -141,22 +138,22 @@ def expand_kernel(
     if tile < TILES0:
         _expand_tile(
             y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
-            segment_start, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
-            num_rows, tile, 0, 0, N0, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R,
+            segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
+            plane_ranks, segment, tile, 0, 0, N0, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R,
             HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
     elif tile < TILES0 + TILES1:
         _expand_tile(
             y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
-            segment_start, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
-            num_rows, tile - TILES0, 1, N0, N1, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M, BLOCK_N,
+            segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
+            plane_ranks, segment, tile - TILES0, 1, N0, N1, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M, BLOCK_N,
             BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
     else:
         _expand_tile(
             y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
-            segment_start, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
-            num_rows, tile - TILES0 - TILES1, 2, N0 + N1, N2, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M,
+            segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
+            plane_ranks, segment, tile - TILES0 - TILES1, 2, N0 + N1, N2, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M,
             BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
 
@@ -173,13 +170,13 @@ def _expand_tile(
     bias,
     segment_slot,
     segment_start,
+    segment_rows,
     sorted_rows,
     y_stride,
     table_stride,
     plane_rows,
     plane_ranks,
     segment,
-    num_rows,
     tile,
     PART: tl.constexpr,
     COLUMN: tl.constexpr,
@@ -196,11 +193,15 @@ def _expand_tile(
     PRECISION: tl.constexpr,
 ):
     """One tile of one slice: columns COLUMN + tile * BLOCK_N and on."""
+    num_rows = tl.load(segment_rows + segment)
     slot = tl.load(segment_slot + segment)
+    start = tl.load(segment_start + segment)
     r = tl.load(rank + PART * table_stride + slot)
+    offset = tl.load(offset_b + PART * table_stride + slot)
+    if num_rows == 0:
+        return
     rows = tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
-    start = tl.load(segment_start + segment)
     row_ids = tl.load(sorted_rows + start + rows, mask=row_mask, other=0).to(tl.int64)
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask = n < SIZE
@@ -216,7 +217,7 @@ def _expand_tile(
             tl.store(target, sign.to(y.dtype.element_ty, bitcast=True), mask=mask)
         return
 
-    b = arena + tl.load(offset_b + PART * table_stride + slot) * UNIT
+    b = arena + offset * UNIT
     r_pad = (r + 7) // 8 * 8
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for rank_start in range(0, r, BLOCK_R):
