@@ -139,22 +139,22 @@ def expand_kernel(
         _expand_tile(
             y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
             segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
-            plane_ranks, segment, tile, 0, 0, N0, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R,
-            HAS_BIAS, BESIDE, DOT, PRECISION,
+            plane_ranks, segment, tile, 0, 0, N0, NUM_SLICES, UNIT,
+            SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
     elif tile < TILES0 + TILES1:
         _expand_tile(
             y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
             segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
-            plane_ranks, segment, tile - TILES0, 1, N0, N1, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M, BLOCK_N,
-            BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
+            plane_ranks, segment, tile - TILES0, 1, N0, N1, NUM_SLICES, UNIT,
+            SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
     else:
         _expand_tile(
             y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
             segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
-            plane_ranks, segment, tile - TILES0 - TILES1, 2, N0 + N1, N2, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M,
-            BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
+            plane_ranks, segment, tile - TILES0 - TILES1, 2, N0 + N1, N2, NUM_SLICES, UNIT,
+            SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
 
 
