@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from typing import Any
@@ -43,24 +44,37 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], warps: int, stages: i
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-def main(inputs: int, sizes: list[int], rank: int, beside: bool) -> None:
-    tiles: Tiles = choose_tiles(inputs, Segments(), rank)  # type: ignore[arg-type]
-    common = {
+def shrink_ptx(inputs: int, sizes: list[int], rank: int) -> str:
+    tiles = choose_tiles(inputs, Segments(), rank)  # type: ignore[arg-type]
+    constants = _common(sizes, tiles) | {
+        "K": inputs, "K_PAD": pad(inputs), "BLOCK_R": tiles.shrink_ranks, "BLOCK_K": tiles.block_k,
+    }  # fmt: skip
+    return compile_kernel(shrink_kernel, constants, tiles.shrink_warps, tiles.shrink_stages)
+
+
+def expand_ptx(inputs: int, sizes: list[int], rank: int, *, beside: bool) -> str:
+    tiles = choose_tiles(inputs, Segments(), rank)  # type: ignore[arg-type]
+    constants = _common(sizes, tiles) | {
+        "N0": sizes[0], "N1": sizes[1], "N2": sizes[2], "BLOCK_N": tiles.block_n,
+        "BLOCK_R": tiles.expand_ranks, "HAS_BIAS": False, "BESIDE": beside,
+    }  # fmt: skip
+    return compile_kernel(expand_kernel, constants, tiles.expand_warps, tiles.expand_stages)
+
+
+def _common(sizes: list[int], tiles: Tiles) -> dict[str, Any]:
+    return {
         "NUM_SLICES": sum(size > 0 for size in sizes), "UNIT": 8, "SPLIT_K": tiles.split_k,
         "BLOCK_M": 16, "DOT": tl.bfloat16, "PRECISION": "ieee",
     }  # fmt: skip
-    shrink = {
-        **common, "K": inputs, "K_PAD": pad(inputs), "BLOCK_R": tiles.shrink_ranks,
-        "BLOCK_K": tiles.block_k,
-    }  # fmt: skip
-    expand = {
-        **common, "N0": sizes[0], "N1": sizes[1], "N2": sizes[2], "BLOCK_N": tiles.block_n,
-        "BLOCK_R": tiles.expand_ranks, "HAS_BIAS": False, "BESIDE": beside,
-    }  # fmt: skip
-    found = {
-        "shrink": compile_kernel(shrink_kernel, shrink, tiles.shrink_warps, tiles.shrink_stages),
-        "expand": compile_kernel(expand_kernel, expand, tiles.expand_warps, tiles.expand_stages),
-    }
+
+
+def main(sites: dict[str, tuple[int, list[int]]], ranks: list[int]) -> None:
+    """PTX by site, rank and kernel."""
+    found: dict[str, str] = {}
+    for (name, (inputs, sizes)), rank in itertools.product(sites.items(), ranks):
+        found[f"{name} {rank} shrink"] = shrink_ptx(inputs, sizes, rank)
+        for form, beside in (("in place", False), ("beside", True)):
+            found[f"{name} {rank} expand {form}"] = expand_ptx(inputs, sizes, rank, beside=beside)
     print(json.dumps(found))
 
 

@@ -21,6 +21,7 @@ SITES = {
     "gate_up": (4096, (14336, 14336, 0)),
     "down": (14336, (4096, 0, 0)),
 }
+RANKS = [16, 64]
 NARROW = re.compile(r"\b(?:ld|st)\.global(?:\.\w+)*\.[busf]16\b")
 NARROW_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x(?!10\b)\w+,")
 SCALAR = re.compile(r"\bld\.global\.b32\b")
@@ -29,13 +30,12 @@ MAX_SCALARS = 32
 """Loads of 4 bytes that are right: what a segment and a slot are, and the rows' numbers."""
 
 
-def ptx(site: str, rank: int, *, beside: bool) -> dict[str, str]:
-    """PTX of both kernels, compiled in a process without the interpreter."""
-    inputs, sizes = SITES[site]
-    arguments = json.dumps({"inputs": inputs, "sizes": sizes, "rank": rank, "beside": beside})
+@pytest.fixture(scope="module")
+def ptx() -> dict[str, str]:
+    """PTX of all kernels, compiled in a process without the interpreter."""
     script = Path(__file__).with_name("compile_ptx.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), arguments],
+        [sys.executable, "-W", "ignore", str(script), json.dumps({"sites": SITES, "ranks": RANKS})],
         capture_output=True,
         text=True,
         check=False,
@@ -45,15 +45,15 @@ def ptx(site: str, rank: int, *, beside: bool) -> dict[str, str]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])
-@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("kernel", ["shrink", "expand in place", "expand beside"])
+@pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("site", SITES)
 def test_weights_and_activations_are_never_read_two_bytes_at_a_time(
-    site: str, rank: int, beside: bool
+    ptx: dict[str, str], site: str, rank: int, kernel: str
 ) -> None:
-    for name, text in ptx(site, rank, beside=beside).items():
-        gains = 2 if name == "expand" and not beside else 0  # one of DoRA's for each thread
-        assert len(NARROW.findall(text)) <= gains, name
-        assert not NARROW_COPY.findall(text), name
-        assert len(SCALAR.findall(text)) <= MAX_SCALARS, name
-        assert WIDE.search(text), name
+    text = ptx[f"{site} {rank} {kernel}"]
+    gains = 2 if kernel == "expand in place" else 0  # one of DoRA's for each thread
+    assert len(NARROW.findall(text)) <= gains
+    assert not NARROW_COPY.findall(text)
+    assert len(SCALAR.findall(text)) <= MAX_SCALARS
+    assert WIDE.search(text)

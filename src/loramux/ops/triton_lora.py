@@ -192,19 +192,19 @@ class TritonOps:
 
 
 def choose_tiles(in_features: int, segments: DeviceSegments, max_rank: int) -> Tiles:
-    """Split K where few segments would leave the GPU idle; long ones fill it by themselves."""
+    """What was fastest on an H200; docs/performance.md has the figures.
+
+    K is split where few segments would leave the GPU idle; long ones fill it by themselves. Each
+    split is a plane that expand reads again for every column tile, so large ranks take fewer.
+    """
     ranks = 16 if max_rank <= 16 else _MAX_RANK_BLOCK
-    block_n = 256 if max_rank <= 16 else 128
     if segments.block_rows > 16:
-        return Tiles(split_k=1, shrink_ranks=ranks, expand_ranks=ranks, block_n=block_n)
+        return Tiles(split_k=1, shrink_ranks=ranks, expand_ranks=ranks, block_n=128)
+    wanted = 8 if max_rank <= 16 else 4
+    if in_features > 8192:
+        wanted *= 2
     blocks = triton.cdiv(pad(in_features), 128)
-    wanted = 16 if in_features > 8192 else 8
-    return Tiles(
-        split_k=max(1, min(wanted, blocks)),
-        shrink_ranks=ranks,
-        expand_ranks=ranks,
-        block_n=block_n,
-    )
+    return Tiles(split_k=min(wanted, blocks), shrink_ranks=ranks, expand_ranks=ranks)
 
 
 def _launches(slices: tuple[Slice, ...]) -> list[tuple[Slice, ...]]:
