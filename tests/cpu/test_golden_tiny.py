@@ -8,10 +8,11 @@ import pytest
 
 from loramux import LLM, SamplingParams
 from loramux.config import AdapterOptions, EngineOptions, ModelOptions, SchedulerOptions
-from tests.golden.compare import all_rows, check, run
+from tests.golden.compare import all_rows, check, check_forced, run
 from tests.golden.load import BASE, Golden
 
 TOLERANCE = 1e-4
+BFLOAT16_TOLERANCE = 0.5
 
 
 def engine(
@@ -156,19 +157,4 @@ def test_bfloat16_keeps_the_likelihoods_of_strong_adapters(
         adapters={n: str(p) for n, p in tiny_adapters.items()},
         options=EngineOptions(model=ModelOptions(dtype="bfloat16")),
     )
-    rows = all_rows(tiny_golden)
-    prompts = [
-        [*tiny_golden.prompts[p].input_ids, *tiny_golden.outputs[n][p].output_ids] for n, p in rows
-    ]
-    outputs = llm.generate(
-        prompts,
-        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
-        adapter=[None if n == BASE else n for n, _ in rows],
-    )
-    for (name, prompt), output in zip(rows, outputs, strict=True):
-        expected = tiny_golden.outputs[name][prompt].logprobs
-        assert output.prompt_logprobs is not None
-        tail = output.prompt_logprobs[-len(expected) :]
-        for entry, wanted in zip(tail, expected, strict=True):
-            assert entry is not None
-            assert abs(entry.logprob - wanted) < 0.5, f"{name} on {prompt}"
+    check_forced(llm, tiny_golden, all_rows(tiny_golden), BFLOAT16_TOLERANCE)

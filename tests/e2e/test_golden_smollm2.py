@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from loramux import LLM, SamplingParams
+from loramux import LLM
 from loramux.config import AdapterOptions, EngineOptions, ModelOptions
-from tests.golden.compare import all_rows, check
+from tests.golden.compare import all_rows, check, check_forced
 from tests.golden.load import BASE, Golden
 
 TOLERANCE = 1e-3
@@ -55,24 +55,7 @@ def test_bfloat16_keeps_the_likelihoods(
 ) -> None:
     llm = engine(smollm2_base, smollm2_adapters, "bfloat16")
     rows = [row for row in all_rows(smollm2_golden) if row[1] in ("t-hot", "h-denmark")]
-    outputs = llm.generate(
-        [
-            [
-                *smollm2_golden.prompts[prompt].input_ids,
-                *smollm2_golden.outputs[name][prompt].output_ids,
-            ]
-            for name, prompt in rows
-        ],
-        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
-        adapter=[None if name == BASE else name for name, _ in rows],
-    )
-    for (name, prompt), output in zip(rows, outputs, strict=True):
-        expected = smollm2_golden.outputs[name][prompt].logprobs
-        assert output.prompt_logprobs is not None
-        tail = output.prompt_logprobs[-len(expected) :]
-        for entry, wanted in zip(tail, expected, strict=True):
-            assert entry is not None
-            assert abs(entry.logprob - wanted) < BFLOAT16_TOLERANCE, f"{name} on {prompt}"
+    check_forced(llm, smollm2_golden, rows, BFLOAT16_TOLERANCE)
 
 
 def test_chat_prompts_have_the_golden_tokens(llm: LLM, smollm2_golden: Golden) -> None:

@@ -72,6 +72,7 @@ class Worker:
         context = LoraContext(ops, self._device.arena, self._tables, self._routing)
         self._linears = insert_sites(base.model, anatomy, context)
         self._contents: dict[int, AdapterId] = {}
+        self._generation = 0
         seam.handler = PagedHandler(backend, anatomy.attention)
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
@@ -109,6 +110,8 @@ class Worker:
                 self._device.clear(order.slot)
                 self._tables.clear(order.slot)
             if isinstance(order, SlotLoad):
+                assert order.generation > self._generation, "a slot order came twice or out of turn"
+                self._generation = order.generation
                 self._contents[order.slot] = order.adapter_id
                 moved = self._device.load(order.slot, self._host[order.adapter_id].block)
                 for slot in (order.slot, *moved):
