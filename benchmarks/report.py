@@ -13,13 +13,16 @@ _PACKAGES = ("torch", "transformers", "peft", "triton")
 
 
 def finish(name: str, arguments: dict[str, Any], results: dict[str, Any], out: str | None) -> None:
-    """Print the JSON line, and write it to ``out`` (a file) where one is named."""
+    """Print the JSON line, and write it to ``out`` (a file) where one is named.
+
+    Where the record was written is no part of it, also where ``arguments`` name it.
+    """
     record = {
         "benchmark": name,
         "commit": _commit(),
         "machine": _machine(),
         "versions": {package: found for package in _PACKAGES if (found := _version(package))},
-        "arguments": arguments,
+        "arguments": {name: value for name, value in arguments.items() if name != "out"},
         "results": results,
     }
     if out is not None:

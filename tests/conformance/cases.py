@@ -7,14 +7,14 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from loramux.demo.base import publish
 
 GENERATOR = Path(__file__).with_name("make_cases.py")
 CACHE = GENERATOR.parents[2] / ".cache"
@@ -78,27 +78,18 @@ def cases_directory() -> Path:
     for package in _VERSIONED:
         digest.update(f"{package}=={importlib.metadata.version(package)}\n".encode())
     place = CACHE / f"conformance-{digest.hexdigest()[:16]}"
-    if not (place / "cases.json").exists():
-        _make(place)
+    if not place.is_dir():
+        publish(place, _make)
     return place
 
 
-def _make(place: Path) -> None:
-    CACHE.mkdir(parents=True, exist_ok=True)
-    started = Path(tempfile.mkdtemp(prefix="conformance-making-", dir=CACHE))
-    try:
-        subprocess.run(
-            [sys.executable, str(GENERATOR), str(started)],
-            check=True,
-            stdout=subprocess.DEVNULL,
-            env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        )
-        started.rename(place)
-    except OSError:  # another process was first; what it made is the same
-        if not (place / "cases.json").exists():
-            raise
-    finally:
-        shutil.rmtree(started, ignore_errors=True)
+def _make(target: Path) -> None:
+    subprocess.run(
+        [sys.executable, str(GENERATOR), str(target)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
 
 
 def _case(root: Path, raw: Mapping[str, Any]) -> Case:

@@ -135,3 +135,27 @@ class AdaptedLinear:
                 plain = result[row, columns] - bias.double()
                 result[row, columns] = gain.double() * (plain + delta) + bias.double()
         return result
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Of the largest value: float32 sums in another order; bfloat16 rounds A x, the sum and y."""
+
+
+def load_slots(linear: AdaptedLinear, ranks: Sequence[int], *, dora: bool = False) -> AdaptedLinear:
+    """Fill every slot; every second adapter leaves one module out when there are several."""
+    for slot in range(linear.num_slots):
+        mine = list(ranks[: len(linear.out_features)])
+        if len(mine) > 1 and slot % 2:
+            mine[slot // 2 % len(mine)] = 0
+        linear.load(Slot(slot), mine, dora=dora)
+    return linear
+
+
+def assert_close(got: Tensor, wanted: Tensor) -> None:
+    worst = (got.double().cpu() - wanted.cpu()).abs().max()
+    assert worst <= TOLERANCE[got.dtype] * wanted.abs().max(), f"off by {worst:.2e}"
+
+
+def bits(x: Tensor) -> Tensor:
+    """The values as integers, which tell zeros of both signs apart."""
+    return x.view({4: torch.int32, 2: torch.int16}[x.element_size()])

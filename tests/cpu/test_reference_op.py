@@ -12,7 +12,7 @@ from loramux.ops.interface import LoraOps
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.stacked import StackedOps
 from loramux.types import Slot
-from tests.cpu.adapted_linear import AdaptedLinear
+from tests.cpu.adapted_linear import AdaptedLinear, assert_close, bits, load_slots
 from tests.cpu.popularity import ORDERS, POPULARITIES, Order, draw_slots
 
 OPS = [ReferenceOps, StackedOps]
@@ -29,9 +29,6 @@ RANKS = {
     "mixed ranks": (8, 1, 33),
 }
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Of the largest value: float32 sums in another order; bfloat16 rounds A x, the sum and y."""
-
 
 @cache
 def loaded(
@@ -45,22 +42,11 @@ def loaded(
     """A linear of odd sizes; every second adapter leaves one module out when there are several."""
     vector = torch.linspace(-2, 2, sum(out_features)).to(dtype) if bias else None
     linear = AdaptedLinear(53, out_features, SLOTS, dtype, vector)
-    for slot in range(SLOTS):
-        mine = list(ranks[: len(out_features)])
-        if len(mine) > 1 and slot % 2:
-            mine[slot // 2 % len(mine)] = 0
-        linear.load(Slot(slot), mine, dora=dora)
-    return linear
-
-
-def assert_close(got: Tensor, wanted: Tensor) -> None:
-    worst = (got.double() - wanted).abs().max()
-    assert worst <= TOLERANCE[got.dtype] * wanted.abs().max(), f"off by {worst:.2e}"
+    return load_slots(linear, ranks, dora=dora)
 
 
 def assert_same_bits(got: Tensor, wanted: Tensor) -> None:
-    kind = {4: torch.int32, 2: torch.int16}[got.element_size()]
-    assert torch.equal(got.view(kind), wanted.view(kind))
+    assert torch.equal(bits(got), bits(wanted))
 
 
 def differs(got: Tensor, y: Tensor) -> list[int]:

@@ -6,17 +6,15 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 
 from loramux.lora.segments import max_padded_rows
 from loramux.ops.triton_lora import TritonOps
 from loramux.types import Slot
-from tests.cpu.adapted_linear import AdaptedLinear
+from tests.cpu.adapted_linear import AdaptedLinear, assert_close, bits, load_slots
 from tests.cpu.popularity import POPULARITIES, draw_slots
 
 SLOTS = 4
 BASE = Slot(SLOTS)
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 RANKS = {
     "rank 1": (1, 1, 1),
     "rank 24": (24, 24, 24),
@@ -38,12 +36,7 @@ def loaded(
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vector = torch.linspace(-2, 2, sum(out_features)).to(dtype) if bias else None
     linear = AdaptedLinear(53, out_features, SLOTS, dtype, vector, device=device)
-    for slot in range(SLOTS):
-        mine = list(ranks[: len(out_features)])
-        if len(mine) > 1 and slot % 2:
-            mine[slot // 2 % len(mine)] = 0
-        linear.load(Slot(slot), mine, dora=dora)
-    return linear
+    return load_slots(linear, ranks, dora=dora)
 
 
 @cache
@@ -53,15 +46,6 @@ def ops(linear: AdaptedLinear) -> TritonOps:
         max_rank=128,
         device=linear.device,
     )
-
-
-def assert_close(got: Tensor, wanted: Tensor) -> None:
-    worst = (got.double().cpu() - wanted.cpu()).abs().max()
-    assert worst <= TOLERANCE[got.dtype] * wanted.abs().max(), f"off by {worst:.2e}"
-
-
-def bits(x: Tensor) -> Tensor:
-    return x.view({4: torch.int32, 2: torch.int16}[x.element_size()])
 
 
 @pytest.mark.parametrize("popularity", POPULARITIES)

@@ -19,7 +19,6 @@ class Residency:
     def __init__(self, num_slots: int, capacity_bytes: int) -> None:
         self.num_slots = num_slots
         self.capacity_bytes = capacity_bytes
-        self.num_loads = 0
         self.num_evictions = 0
         self._bytes: dict[AdapterId, int] = {}
         self._slot_of: OrderedDict[AdapterId, Slot] = OrderedDict()  # least recently used first
@@ -31,6 +30,11 @@ class Residency:
     @property
     def base_slot(self) -> Slot:
         return Slot(self.num_slots)
+
+    @property
+    def num_loads(self) -> int:
+        """Loads into a slot so far; the newest one's generation."""
+        return self._generation
 
     @property
     def num_resident(self) -> int:
@@ -121,7 +125,6 @@ class Residency:
         self._slot_of[adapter_id] = slot
         self._used_bytes += self._bytes[adapter_id]
         self._generation += 1
-        self.num_loads += 1
         return (*orders, SlotLoad(slot, adapter_id, self._generation))
 
     def note_idle(self, adapter_id: AdapterId) -> None:
@@ -141,7 +144,6 @@ class Residency:
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or held twice"
         assert self._used_bytes == sum(self._bytes[a] for a in self._slot_of)
         assert self._used_bytes <= self.capacity_bytes
-        assert self.num_loads == self._generation
         assert self._pinned <= self._bytes.keys()
         assert not self._pinned or len(self._pinned) < self.num_slots, "no slot left by the pins"
         for adapter_id in self._bytes:
