@@ -42,12 +42,11 @@ class Served:
         self.seam = AttentionSeam(self.base.model)
         anatomy = examine(self.base, self.seam)
         self.layout = anatomy.layout
-        layers = {layer: shape for layer, (shape, _) in anatomy.attention.items()}
         self.worker = Worker(
             self.base,
             anatomy,
             self.seam,
-            TorchAttention(layers, num_blocks, BLOCK, self.base.dtype),
+            TorchAttention(anatomy.attention, num_blocks, BLOCK, self.base.dtype),
             ReferenceOps(),
             num_slots=SLOTS,
             arena_bytes=arena_bytes,

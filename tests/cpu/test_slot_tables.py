@@ -10,10 +10,10 @@ import torch
 
 from loramux.lora.slots import SlotTables
 from loramux.lora.weights import Placement
+from loramux.ops.layout import OFFSET_A, OFFSET_B, OFFSET_G, RANK
 from loramux.types import Slot
 
-TENSORS = ("offset_a", "offset_b", "offset_g", "rank", "has_gain")
-HOSTS = tuple(f"host_{name}" for name in TENSORS)
+FIELDS = {"offset_a": OFFSET_A, "offset_b": OFFSET_B, "offset_g": OFFSET_G, "rank": RANK}
 
 PLACES = (
     Placement(module=0, rank=4, offset_a=0, offset_b=10),
@@ -26,10 +26,10 @@ def tables() -> SlotTables:
 
 
 def column(of: SlotTables, slot: int) -> dict[str, list[int]]:
-    return {name: getattr(of, name)[:, slot].tolist() for name in TENSORS}
+    return {name: of.table[:, slot, place].tolist() for name, place in FIELDS.items()}
 
 
-EMPTY = {name: [0, 0, 0] for name in TENSORS}
+EMPTY = {name: [0, 0, 0] for name in FIELDS}
 
 
 def test_a_column_holds_ranks_and_offsets_from_the_start_of_its_block() -> None:
@@ -41,7 +41,6 @@ def test_a_column_holds_ranks_and_offsets_from_the_start_of_its_block() -> None:
         "offset_b": [110, 0, 140],
         "offset_g": [0, 0, 150],
         "rank": [4, 0, 9],
-        "has_gain": [False, False, True],
     }
     assert column(t, 0) == EMPTY
 
@@ -53,7 +52,7 @@ def test_nothing_of_an_earlier_adapter_is_left_in_a_column() -> None:
     t.flush()
     assert column(t, 0)["rank"] == [4, 0, 0]
     assert column(t, 0)["offset_a"] == [7, 0, 0]
-    assert column(t, 0)["has_gain"] == [False, False, False]
+    assert column(t, 0)["offset_g"] == [0, 0, 0]
 
 
 def test_a_cleared_column_is_that_of_the_base_model() -> None:
@@ -83,26 +82,24 @@ def test_host_and_device_agree_after_flush() -> None:
     t.set(Slot(1), PLACES, start=200)
     t.clear(Slot(0))
     t.flush()
-    for name, host in zip(TENSORS, HOSTS, strict=True):
-        assert np.array_equal(getattr(t, name).numpy(), getattr(t, host))
+    assert np.array_equal(t.table.numpy(), t.host)
 
 
 def test_addresses_never_change() -> None:
     t = tables()
-    before = [getattr(t, name).data_ptr() for name in TENSORS]
+    before = t.table.data_ptr()
     for start in range(5):
         t.set(Slot(start % 2), PLACES, start)
         t.flush()
-    assert [getattr(t, name).data_ptr() for name in TENSORS] == before
+    assert t.table.data_ptr() == before
 
 
 def test_offsets_are_64_bit_so_that_none_is_cut_off() -> None:
     t = tables()
     t.set(Slot(0), PLACES, start=2**40)
     t.flush()
-    assert t.offset_a[0, 0].item() == 2**40
-    assert {t.offset_a.dtype, t.offset_b.dtype, t.offset_g.dtype} == {torch.int64}
-    assert t.rank.dtype == torch.int32
+    assert t.table[0, 0, OFFSET_A].item() == 2**40
+    assert t.table.dtype == torch.int64
 
 
 def test_version_grows_with_every_change_of_a_column_and_of_no_other() -> None:
@@ -115,3 +112,12 @@ def test_version_grows_with_every_change_of_a_column_and_of_no_other() -> None:
     seen.append(list(t.version))
     assert all(old[0] < new[0] for old, new in pairwise(seen))
     assert all(version[1:] == [0, 0] for version in seen)
+
+
+def test_a_slot_tells_its_largest_rank_and_whether_it_has_dora() -> None:
+    t = tables()
+    t.set(Slot(0), PLACES, start=1)
+    t.set(Slot(1), PLACES[:1], start=9)
+    assert (t.max_rank, t.has_gain) == ([9, 4, 0], [True, False, False])
+    t.clear(Slot(0))
+    assert (t.max_rank, t.has_gain) == ([0, 4, 0], [False, False, False])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from loramux.ops.attention import AttentionParams, AttentionSequence, KvShape
+from loramux.ops.attention import AttentionLayer, AttentionParams, AttentionSequence, KvShape
 from loramux.ops.torch_attention import TorchAttention
 
 BLOCK = 16
@@ -59,7 +59,8 @@ class Case:
     ) -> None:
         self.dtype, self.heads = dtype, heads or Heads()
         self.params = params or AttentionParams(scale=self.heads.key_dim**-0.5)
-        self.backend = TorchAttention({0: self.heads.shape}, NUM_BLOCKS, BLOCK, dtype)
+        layer = AttentionLayer(self.heads.query, self.heads.shape, self.params)
+        self.backend = TorchAttention({0: layer}, NUM_BLOCKS, BLOCK, dtype)
         self._free = list(range(NUM_BLOCKS))
         random.Random(1).shuffle(self._free)
 
@@ -86,7 +87,7 @@ class Case:
             for n in "qkv"
         )
         self.backend.begin_step(described)
-        out = self.backend.attend(0, q, k, v, self.params)
+        out = self.backend.layer(0)(q, k, v)
         for s, count in parts:
             s.length += count
         return list(out.split([count for _, count in parts]))
@@ -230,12 +231,12 @@ def test_what_an_earlier_owner_left_in_a_block_is_not_seen() -> None:
 
 
 def test_layers_have_caches_of_their_own() -> None:
-    backend = TorchAttention({0: KvShape(1, 4, 4), 1: KvShape(1, 4, 4)}, 2, BLOCK, torch.float32)
+    layer = AttentionLayer(1, KvShape(1, 4, 4), AttentionParams(1.0))
+    backend = TorchAttention({0: layer, 1: layer}, 2, BLOCK, torch.float32)
     q = torch.ones(1, 1, 4)
-    params = AttentionParams(1.0)
     for token, value in enumerate((1.0, 3.0)):
         backend.begin_step([AttentionSequence(0, 1, token, [1])])
-        zero = backend.attend(0, q, q, q * value, params)
-        one = backend.attend(1, q, q, q * -value, params)
+        zero = backend.layer(0)(q, q, q * value)
+        one = backend.layer(1)(q, q, q * -value)
     assert zero.flatten().tolist() == [2.0] * 4
     assert one.flatten().tolist() == [-2.0] * 4

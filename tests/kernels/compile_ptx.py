@@ -12,24 +12,20 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from loramux.ops.interface import SHORT_ROWS
 from loramux.ops.layout import pad
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
 from loramux.ops.triton_lora import Tiles, choose_tiles
 
 TYPES = {
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "bias": "*bf16", "planes": "*fp32",
-    "offset_a": "*i64", "offset_b": "*i64", "offset_g": "*i64", "has_gain": "*i1", "rank": "*i32",
+    "table": "*i64",
     "segment_slot": "*i32", "segment_start": "*i32", "segment_rows": "*i32", "sorted_rows": "*i32",
     "x_stride": "i32", "y_stride": "i32", "table_stride": "i32", "plane_rows": "i32",
     "plane_ranks": "i32",
 }  # fmt: skip
 ALIGNED = ("x", "y", "arena", "planes", "bias", "x_stride", "y_stride", "plane_rows", "plane_ranks")
 """What is a multiple of 16 in every launch."""
-
-
-class Segments:
-    block_rows = 16
-    grid = 37
 
 
 def compile_kernel(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> str:
@@ -45,7 +41,7 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], warps: int, stages: i
 
 
 def shrink_ptx(inputs: int, sizes: list[int], rank: int) -> str:
-    tiles = choose_tiles(inputs, Segments(), rank)  # type: ignore[arg-type]
+    tiles = choose_tiles(inputs, SHORT_ROWS, rank)
     constants = _common(sizes, tiles) | {
         "K": inputs, "K_PAD": pad(inputs), "BLOCK_R": tiles.shrink_ranks, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
@@ -53,7 +49,7 @@ def shrink_ptx(inputs: int, sizes: list[int], rank: int) -> str:
 
 
 def expand_ptx(inputs: int, sizes: list[int], rank: int, *, beside: bool) -> str:
-    tiles = choose_tiles(inputs, Segments(), rank)  # type: ignore[arg-type]
+    tiles = choose_tiles(inputs, SHORT_ROWS, rank)
     constants = _common(sizes, tiles) | {
         "N0": sizes[0], "N1": sizes[1], "N2": sizes[2], "BLOCK_N": tiles.block_n,
         "BLOCK_R": tiles.expand_ranks, "HAS_BIAS": False, "BESIDE": beside,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from loramux import LLM, SamplingParams
 from loramux.config import EngineOptions, ModelOptions, SchedulerOptions
-from loramux.lora.segments import max_padded_rows
+from loramux.engine.build import Backends, choose_backends
+from loramux.lora.segments import padded_rows
+from loramux.model.anatomy import Anatomy
 from loramux.model.load import BaseModel
 from loramux.ops.triton_lora import TritonOps
 from tests.golden.load import BASE, Golden
@@ -18,9 +21,16 @@ TOLERANCE = 1e-3
 NEW_TOKENS = 24 if torch.cuda.is_available() else 4  # the interpreter is slow
 
 
-def triton_ops(model: BaseModel, num_slots: int, max_step_tokens: int) -> TritonOps:
-    rows = max_padded_rows(num_slots, max_step_tokens)
-    return TritonOps(max_padded_rows=rows, max_rank=16, device=model.model.device)
+def triton_backends(
+    model: BaseModel, anatomy: Anatomy, num_blocks: int, options: EngineOptions
+) -> Backends:
+    ops = TritonOps(
+        padded_rows=padded_rows(options.adapters.max_loras, options.scheduler.max_step_tokens),
+        max_rank=64,
+        device=model.model.device,
+    )
+    chosen = choose_backends(model, anatomy, num_blocks, options)
+    return replace(chosen, ops=ops)
 
 
 def test_all_adapters_mixed_answer_as_peft_does(
@@ -29,7 +39,7 @@ def test_all_adapters_mixed_answer_as_peft_does(
     tiny_golden: Golden,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("loramux.engine.build.choose_ops", triton_ops)
+    monkeypatch.setattr("loramux.engine.build.choose_backends", triton_backends)
     llm = LLM(
         str(tiny_base),
         adapters={name: str(path) for name, path in tiny_adapters.items()},

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from loramux.lora.segments import max_padded_rows
+from loramux.lora.segments import padded_rows
 from loramux.ops.triton_lora import TritonOps
 from loramux.types import Slot
 from tests.cpu.adapted_linear import AdaptedLinear, assert_close, bits, load_slots
@@ -42,7 +42,7 @@ def loaded(
 @cache
 def ops(linear: AdaptedLinear) -> TritonOps:
     return TritonOps(
-        max_padded_rows=max_padded_rows(SLOTS, linear.max_tokens),
+        padded_rows=padded_rows(SLOTS, linear.max_tokens),
         max_rank=128,
         device=linear.device,
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loramux.adapters.catalog import Catalog
@@ -17,25 +19,27 @@ from loramux.engine.async_engine import AsyncEngine
 from loramux.engine.core import EngineCore
 from loramux.engine.text import HFText
 from loramux.errors import ConfigError, ModelNotServable
-from loramux.lora.segments import max_padded_rows
+from loramux.lora.segments import padded_rows
 from loramux.lora.weights import block_bytes
 from loramux.model.anatomy import Anatomy, examine
 from loramux.model.attention_seam import AttentionSeam
 from loramux.model.load import BaseModel, load_base
+from loramux.ops.attention import AttentionBackend, AttentionLayer
 from loramux.ops.interface import LoraOps
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.stacked import StackedOps
 from loramux.ops.torch_attention import TorchAttention
+from loramux.ops.upload import Uploads
 from loramux.scheduling.scheduler import Limits
 from loramux.types import Slot
+from loramux.worker.graphs import GraphKey
+from loramux.worker.runner import CompiledOptions
 from loramux.worker.self_check import self_check
 from loramux.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
 _DEFAULT_KV_BYTES = 2 * 2**30
-_FIRST_RANK = 16
-"""Rank that workspaces are for until an adapter needs more."""
 _DEFAULT_RANK = 64
 """The default arena holds ``max_loras`` adapters of this rank on every linear."""
 
@@ -89,25 +93,20 @@ def assemble(
     num_slots = options.adapters.max_loras
     num_blocks = _num_blocks(model, anatomy, options)
     arena_bytes = _arena_bytes(model, anatomy, options)
-    backend = TorchAttention(
-        {layer: shape for layer, (shape, _) in anatomy.attention.items()},
-        num_blocks,
-        BLOCK_SIZE,
-        model.dtype,
-        model.model.device,
-    )
-    ops = choose_ops(model, num_slots, options.scheduler.max_step_tokens)
+    backends = choose_backends(model, anatomy, num_blocks, options)
     worker = Worker(
         model,
         anatomy,
         seam,
-        backend,
-        ops,
+        backends.attention,
+        backends.ops,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
         max_step_tokens=options.scheduler.max_step_tokens,
         max_rank=options.adapters.max_rank,
+        compiled=backends.compiled,
     )
+    worker.warm_up(_progress)
     if options.model.self_check:
         worst = self_check(
             model,
@@ -140,8 +139,8 @@ def assemble(
         "serving %s: %s, %s attention, %s LoRA op, %d slots (%.0f MB), %d KV blocks of %d tokens",
         base_name,
         str(model.dtype).removeprefix("torch."),
-        backend.name,
-        ops.name,
+        backends.attention.name,
+        backends.ops.name,
         num_slots,
         arena_bytes / 1e6,
         num_blocks,
@@ -150,18 +149,67 @@ def assemble(
     return Parts(core, worker, admission, text, base_name)
 
 
-def choose_ops(model: BaseModel, num_slots: int, max_step_tokens: int) -> LoraOps:
-    """The LoRA backend for the model's device and dtype."""
-    if model.model.device.type == "cuda":
-        from loramux.ops.triton_lora import TritonOps
+@dataclass(frozen=True)
+class Backends:
+    """What computes attention and LoRA."""
 
-        return TritonOps(
-            max_padded_rows=max_padded_rows(num_slots, max_step_tokens),
-            max_rank=_FIRST_RANK,
-            device=model.model.device,
-        )
+    attention: AttentionBackend
+    ops: LoraOps
+    compiled: CompiledOptions | None = None
+    """Given where layers are compiled and decode steps captured."""
+
+
+def choose_backends(
+    model: BaseModel, anatomy: Anatomy, num_blocks: int, options: EngineOptions
+) -> Backends:
+    """The best for the model's device and dtype."""
+    device, layers = model.model.device, anatomy.attention
+    if device.type == "cuda":
+        return _cuda_backends(model, layers, num_blocks, options)
     # float32 products start fast enough for one after the other.
-    return StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
+    ops = StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
+    return Backends(TorchAttention(layers, num_blocks, BLOCK_SIZE, model.dtype, device), ops)
+
+
+def _cuda_backends(
+    model: BaseModel,
+    layers: Mapping[int, AttentionLayer],
+    num_blocks: int,
+    options: EngineOptions,
+) -> Backends:
+    from loramux.ops.triton_lora import TritonOps
+
+    device, max_step_tokens = model.model.device, options.scheduler.max_step_tokens
+    ops = TritonOps(
+        padded_rows=padded_rows(options.adapters.max_loras, max_step_tokens),
+        max_rank=options.adapters.max_rank,
+        device=device,
+    )
+    try:
+        from loramux.ops.flashinfer_attention import FlashInferAttention
+    except ImportError:
+        missing = "FlashInfer is not installed (pip install 'loramux[cuda]')"
+    else:
+        if FlashInferAttention.supports(layers, model.dtype):
+            uploads = Uploads(device)
+            attention = FlashInferAttention(
+                layers,
+                num_blocks,
+                BLOCK_SIZE,
+                dtype=model.dtype,
+                device=device,
+                uploads=uploads,
+                max_step_tokens=max_step_tokens,
+            )
+            compiled = CompiledOptions(ops, uploads, options.scheduler.max_num_seqs)
+            return Backends(attention, ops, compiled)
+        missing = "FlashInfer has no kernels for this model's heads or dtype (use bfloat16)"
+    log.warning("%s: attention runs in torch, without CUDA graphs, several times slower", missing)
+    return Backends(TorchAttention(layers, num_blocks, BLOCK_SIZE, model.dtype, device), ops)
+
+
+def _progress(keys: Sequence[GraphKey]) -> Iterable[GraphKey]:
+    return track(keys, "capturing graphs", console=Console(stderr=True), transient=True)
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -173,8 +221,8 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 
 def _num_blocks(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:
     per_token = sum(
-        shape.num_kv_heads * (shape.key_dim + shape.value_dim) * model.dtype.itemsize
-        for shape, _ in anatomy.attention.values()
+        kv.num_kv_heads * (kv.key_dim + kv.value_dim) * model.dtype.itemsize
+        for kv in (layer.kv for layer in anatomy.attention.values())
     )
     per_block = per_token * BLOCK_SIZE
     per_sequence = -(-model.max_model_len // BLOCK_SIZE)

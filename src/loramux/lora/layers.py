@@ -1,8 +1,9 @@
-"""The linear that takes LoRA: the base line, then the delta line."""
+"""The linears that take LoRA: the base line, then the delta line."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import cast
 
 from torch import Tensor, nn
@@ -10,6 +11,25 @@ from torch import Tensor, nn
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.ops.interface import LoraOps, Site
+from loramux.ops.opaque import linear, lora_beside, lora_in_place
+
+
+class Form(Enum):
+    """How a step of compiled layers computes LoRA; each form is compiled and captured apart."""
+
+    NONE = "none"
+    """Only the base takes part."""
+    BESIDE = "beside"
+    """The delta is computed next to the base's product and added by whoever reads the sum."""
+    IN_PLACE = "in place"
+    """After the base's product, which DoRA's gain multiplies."""
+
+
+@dataclass
+class StepForm:
+    """The form of the current step."""
+
+    value: Form = Form.NONE
 
 
 @dataclass(frozen=True)
@@ -20,6 +40,9 @@ class LoraContext:
     arena: Tensor
     tables: SlotTables
     routing: Routing
+    opaque_ops: int | None = None
+    """Where layers are compiled: the number by which ``ops.opaque`` finds the op."""
+    form: StepForm = field(default_factory=StepForm)
 
 
 class LoraLinear(nn.Module):
@@ -45,3 +68,42 @@ class LoraLinear(nn.Module):
             assert x_rows.shape[0] == ctx.routing.num_tokens, "a site must see every row of a step"
             ctx.ops.lora_add_(y_rows, x_rows, self.site, ctx.arena, ctx.tables, ctx.routing)
         return y
+
+
+class CompiledLoraLinear(nn.Module):
+    """The same for layers that are compiled, around a linear with an ordinary weight.
+
+    All that is particular to one layer is a tensor, so that layers share their compilation.
+    """
+
+    def __init__(self, base: nn.Module, weight: Tensor, site: Site, context: LoraContext) -> None:
+        """weight ``[out, in]``, which may be a view of the base's."""
+        super().__init__()
+        self.base = base
+        self.sizes = [part.size for part in site.slices]
+        assert context.opaque_ops is not None, "this LoRA op cannot run inside compiled layers"
+        self.ops = context.opaque_ops
+        self.form = context.form
+        first = site.slices[0].module
+        self.register_buffer("rows", weight, persistent=False)
+        self.register_buffer("bias", site.bias, persistent=False)
+        table = context.tables.table[first : first + len(site.slices)]
+        self.register_buffer("table", table, persistent=False)
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's; some modelling code asks for its dtype."""
+        return cast(Tensor, self.base.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[1, T, in]`` -> ``[1, T, out]``."""
+        form = self.form.value
+        rows = x.reshape(-1, x.shape[-1])
+        if form is Form.NONE:
+            y = linear(rows, self.rows, self.bias)
+        elif form is Form.BESIDE:
+            y, delta = lora_beside(rows, self.rows, self.bias, self.table, self.sizes, self.ops)
+            y = y + delta
+        else:
+            y = lora_in_place(rows, self.rows, self.bias, self.table, self.sizes, self.ops)
+        return y.view(*x.shape[:-1], -1)

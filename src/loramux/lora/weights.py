@@ -9,10 +9,7 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.spec import LoraSpec, ModuleDelta, ModuleShape
-from loramux.ops.layout import ALIGN_BYTES, pad
-
-NO_WEIGHTS = 0
-"""Offset where there is nothing; never dereferenced, because the rank is 0 or there is no gain."""
+from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Placement:
     rank: int
     offset_a: int
     offset_b: int
-    offset_g: int = NO_WEIGHTS
+    offset_g: int = NO_GAIN
     has_gain: bool = False
 
 
@@ -97,7 +94,7 @@ def pack(
                 rank=delta.rank,
                 offset_a=start_a // unit,
                 offset_b=start_b // unit,
-                offset_g=start_g // unit if delta.magnitude is not None else NO_WEIGHTS,
+                offset_g=start_g // unit if delta.magnitude is not None else NO_GAIN,
                 has_gain=delta.magnitude is not None,
             )
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from loramux.errors import ModelNotServable
 from loramux.lora.weights import ModuleTable
 from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam, Recorder
 from loramux.model.load import BaseModel
-from loramux.ops.attention import AttentionParams, KvShape
+from loramux.ops.attention import AttentionLayer
 
 _PROBE_TOKENS = 5
 
@@ -24,10 +26,10 @@ _PROBE_TOKENS = 5
 class Anatomy:
     """Attention layers and the linears that can take LoRA."""
 
-    attention: dict[int, tuple[KvShape, AttentionParams]]
+    attention: dict[int, AttentionLayer]
     modules: ModuleTable
     sites: tuple[tuple[int, ...], ...]
-    """Modules (rows of the table) that run as one linear, in the order of their calls."""
+    """Modules (rows of the table) that run as one linear: consecutive rows, in order of calls."""
     layout: BaseLayout
 
 
@@ -39,7 +41,7 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     """
     model = base.model
     recorder = Recorder(base.name)
-    seam.handler = recorder
+    seam.connect(lambda layer: partial(recorder, layer))
     seam.use(IMPLEMENTATION)
     linears = {
         name: module
@@ -65,13 +67,15 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
             f"{len(recorder.layers)} of its {num_layers} layers use transformers' attention "
             "interface; the others keep a state of their own, which paged attention cannot hold",
         )
-    names = tuple(name for name in calls if _saw_every_token_once(calls[name]))
+    called = [name for name in calls if _saw_every_token_once(calls[name])]
+    groups = _groups(called, linears, calls)
+    names = tuple(name for group in groups for name in group)
     shapes = tuple(_shape(linears[name]) for name in names)
     everything = frozenset(name for name, _ in model.named_modules() if name)
     return Anatomy(
         attention=recorder.layers,
         modules=ModuleTable(names, shapes),
-        sites=_sites(names, linears, calls),
+        sites=_rows(groups),
         layout=BaseLayout(base.name, dict(zip(names, shapes, strict=True)), everything - {*names}),
     )
 
@@ -108,13 +112,21 @@ def _saw_every_token_once(inputs: Sequence[Tensor]) -> bool:
     return len(inputs) == 1 and inputs[0].shape[:-1].numel() == _PROBE_TOKENS
 
 
-def _sites(
+def _groups(
     names: Sequence[str], linears: Mapping[str, nn.Module], calls: Mapping[str, Sequence[Tensor]]
-) -> tuple[tuple[int, ...], ...]:
+) -> list[list[str]]:
     """Plain linears of one parent that were called with the very same tensor run as one."""
-    sites: dict[tuple[str, int], list[int]] = {}
-    for module, name in enumerate(names):
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name in names:
         fusible = type(linears[name]) is nn.Linear
         parent = name.rpartition(".")[0] if fusible else name
-        sites.setdefault((parent, id(calls[name][0])), []).append(module)
-    return tuple(map(tuple, sites.values()))
+        groups.setdefault((parent, id(calls[name][0])), []).append(name)
+    return list(groups.values())
+
+
+def _rows(groups: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
+    """The rows that each group's members have in the module table, one after another."""
+    ends = list(accumulate(map(len, groups)))
+    return tuple(
+        tuple(range(end - len(group), end)) for group, end in zip(groups, ends, strict=True)
+    )

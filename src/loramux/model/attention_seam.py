@@ -1,22 +1,28 @@
 """Where transformers' attention modules meet our attention backend.
 
 transformers calls one registered function for every attention layer. Each attention module of a
-model that we serve carries a reference to its model's seam, so there is no global state.
+model that we serve carries what computes its layer, so there is no global state.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from loramux.errors import ModelNotServable
-from loramux.ops.attention import AttentionBackend, AttentionParams, KvShape
+from loramux.ops.attention import (
+    Attend,
+    AttentionLayer,
+    AttentionParams,
+    KvShape,
+)
 
 IMPLEMENTATION = "loramux"
-_SEAM = "loramux_seam"
+_HANDLER = "loramux_attention"
 
 _INERT = frozenset(
     {
@@ -27,12 +33,8 @@ _INERT = frozenset(
 """Arguments that do not change what attention computes over a causal sequence."""
 
 
-class AttentionHandler(Protocol):
-    """Computes one layer: q, k, v ``[T, heads, dim]`` -> ``[T, heads, value dim]``."""
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-    ) -> Tensor: ...
+Handler = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+"""Computes one layer: q, k, v ``[T, heads, dim]`` and options -> ``[T, heads, value dim]``."""
 
 
 class AttentionSeam:
@@ -40,14 +42,20 @@ class AttentionSeam:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self.handler: AttentionHandler | None = None
-        for module in model.modules():
-            if hasattr(module, "layer_idx"):
-                setattr(module, _SEAM, self)
+        self._modules: list[tuple[int, nn.Module]] = [
+            (module.layer_idx, module)  # type: ignore[misc]
+            for module in model.modules()
+            if hasattr(module, "layer_idx")
+        ]
 
     def use(self, implementation: str) -> None:
         """Switch between our function and transformers' own (``eager``), for comparison."""
         self._model.set_attn_implementation(implementation)
+
+    def connect(self, handler_of: Callable[[int], Handler]) -> None:
+        """Give every attention module what computes its layer."""
+        for layer, module in self._modules:
+            setattr(module, _HANDLER, handler_of(layer))
 
 
 class Recorder:
@@ -55,7 +63,7 @@ class Recorder:
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
-        self.layers: dict[int, tuple[KvShape, AttentionParams]] = {}
+        self.layers: dict[int, AttentionLayer] = {}
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
@@ -63,7 +71,8 @@ class Recorder:
         if layer in self.layers:
             raise ModelNotServable(self._model_name, f"layer {layer} attends more than once a step")
         params = self._params(layer, q, options)
-        self.layers[layer] = (KvShape(k.shape[1], k.shape[2], v.shape[2]), params)
+        shape = KvShape(k.shape[1], k.shape[2], v.shape[2])
+        self.layers[layer] = AttentionLayer(q.shape[1], shape, params)
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         # Values do not matter here, shapes do: window and softcap are left out.
         answer = F.scaled_dot_product_attention(
@@ -93,19 +102,19 @@ class Recorder:
         )
 
 
-class PagedHandler:
-    """The backend, with each layer's recorded parameters."""
+class PagedLayer(nn.Module):
+    """Leaves out the options, which the examination has seen.
 
-    def __init__(
-        self, backend: AttentionBackend, layers: dict[int, tuple[KvShape, AttentionParams]]
-    ) -> None:
-        self._backend = backend
-        self._params = {layer: params for layer, (_, params) in layers.items()}
+    A module, so that what a layer's attention owns (its keys and values) is an input of a compiled
+    layer and no constant: then all layers share one compilation.
+    """
 
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-    ) -> Tensor:
-        return self._backend.attend(layer, q, k, v, self._params[layer])
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self.attend = attend
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        return self.attend(q, k, v)
 
 
 def _attention_forward(
@@ -118,10 +127,8 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     """query ``[1, heads, T, dim]`` -> ``[1, T, heads, dim]``, as transformers wants it."""
     assert attention_mask is None, "a registered function without a mask function gets no mask"
-    handler = getattr(module, _SEAM).handler
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return handler(layer, q, k, v, options).unsqueeze(0), None
+    return getattr(module, _HANDLER)(q, k, v, options).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention_forward)

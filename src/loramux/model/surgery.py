@@ -7,8 +7,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from loramux.lora.layers import LoraContext, LoraLinear
-from loramux.model.anatomy import Anatomy
+from loramux.lora.layers import CompiledLoraLinear, LoraContext, LoraLinear
+from loramux.model.anatomy import Anatomy, linear_weight
 from loramux.model.fusion import FirstMember, OtherMember, fuse, lay_out_for_cpu
 from loramux.ops.interface import Site, Slice
 
@@ -26,7 +26,11 @@ def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> li
             if type(linear) is nn.Linear:
                 lay_out_for_cpu(linear)
         site = _site(anatomy, members, cast(Tensor | None, linear.bias))
-        wrapped = LoraLinear(linear, site, context)
+        wrapped = (
+            LoraLinear(linear, site, context)
+            if context.opaque_ops is None
+            else CompiledLoraLinear(linear, linear_weight(linear), site, context)
+        )
         if len(members) == 1:
             _replace(model, names[members[0]], wrapped)
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,20 +40,43 @@ class AttentionParams:
     """Scores become ``softcap * tanh(score / softcap)`` before the softmax."""
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """One layer of a model, as its examination found it."""
+
+    num_heads: int
+    kv: KvShape
+    params: AttentionParams
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Write k and v ``[T, kv heads, dim]`` to the cache; q ``[T, heads, dim]`` attends.
+
+Called as ``attend(q, k, v)``; returns ``[T, heads, value dim]``. Query heads share key heads in
+consecutive groups.
+"""
+
+
 class AttentionBackend(Protocol):
     """Keeps the KV cache and computes causal attention; chosen once at start."""
 
     name: str
 
-    def begin_step(self, sequences: Sequence[AttentionSequence]) -> None:
-        """Say which sequences the next forward is about."""
+    def begin_step(
+        self,
+        sequences: Sequence[AttentionSequence],
+        num_rows: int | None = None,
+        *,
+        captured: bool = False,
+    ) -> None:
+        """Say which sequences the next forward is about.
+
+        ``num_rows`` rows are computed; those behind the sequences' own are padding, which reads
+        and writes a spare block. ``captured``: the forward is captured or replayed, and each
+        sequence has one row.
+        """
         ...
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
-    ) -> Tensor:
-        """Write k and v ``[T, kv heads, dim]`` to the cache; q ``[T, heads, dim]`` attends.
-
-        Returns ``[T, heads, value dim]``. Query heads share key heads in consecutive groups.
-        """
+    def layer(self, layer: int) -> Attend:
+        """What computes one layer; a module where the layers are compiled."""
         ...

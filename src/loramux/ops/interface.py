@@ -21,7 +21,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Site:
-    """One linear of the base as it runs; a fused one has a slice for each module in it."""
+    """One linear of the base as it runs; a fused one has a slice for each module in it.
+
+    Slices follow one another, in the tables as in the output.
+    """
 
     slices: tuple[Slice, ...]
     in_features: int
@@ -36,6 +39,10 @@ class Segment:
     slot: int
     start: int
     end: int
+
+
+SHORT_ROWS = 16
+"""Rows of a short segment: the least that a matrix unit takes."""
 
 
 class DeviceSegments(Protocol):
@@ -78,22 +85,14 @@ class Routing(Protocol):
 
 
 class SlotTables(Protocol):
-    """Where weights stand, ``[modules, slots + 1]``; ``lora.slots`` owns and writes them.
+    """Where weights stand: a record of ``ops/layout.py`` for each module and slot.
 
-    Offsets are int64 in units of 16 bytes from the arena's start, ranks int32; rank 0 means "no
-    weights here". ``host_*`` are the same tables as numpy arrays.
+    ``lora.slots`` owns and writes them. ``table`` ``[modules, slots + 1, 4]`` int64 is on the
+    device, ``host`` is the same as a numpy array. Rank 0 means "no weights here".
     """
 
-    offset_a: Tensor
-    offset_b: Tensor
-    offset_g: Tensor
-    rank: Tensor
-    has_gain: Tensor
-    host_offset_a: np.ndarray
-    host_offset_b: np.ndarray
-    host_offset_g: np.ndarray
-    host_rank: np.ndarray
-    host_has_gain: np.ndarray
+    table: Tensor
+    host: np.ndarray
     version: list[int]
     """Grows with every change of a slot's column, so that what was derived from it can tell."""
 
@@ -103,8 +102,8 @@ class LoraOps(Protocol):
 
     name: str
 
-    def reserve(self, max_rank: int) -> None:
-        """Be ready for adapters up to this rank; called before one of them is placed."""
+    def begin_step(self, max_rank: int) -> None:
+        """Say how large the ranks of the next step's adapters are."""
         ...
 
     def lora_add_(

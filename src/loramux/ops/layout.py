@@ -6,7 +6,8 @@ For each module, every start a multiple of 16 bytes, padding zero:
     B  [out, pad(rank)]     holds scale * B
     g  [pad(out)]           DoRA gain m / ||W + scale B A|| per output row; only with DoRA
 
-Ranks are the adapter's own, module by module.
+Ranks are the adapter's own, module by module. Where they stand is said by the slot tables, whose
+record of a module in a slot is four int64: where A, B and g start, and the rank.
 """
 
 from __future__ import annotations
@@ -21,3 +22,10 @@ VECTOR = 8
 def pad(size: int) -> int:
     """``size`` rounded up to whole vectors."""
     return -(-size // VECTOR) * VECTOR
+
+
+OFFSET_A, OFFSET_B, OFFSET_G, RANK = range(4)
+"""Places in a record. Offsets count in ALIGN_BYTES; g's is NO_GAIN where there is no DoRA."""
+RECORD = 4
+NO_GAIN = 0
+"""No g can start there, because an adapter's A and B stand before it."""

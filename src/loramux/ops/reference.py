@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from loramux.ops.interface import Routing, Segment, Site, Slice, SlotTables
-from loramux.ops.layout import ALIGN_BYTES, pad
+from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class ReferenceOps:
         # stays what it is.
         self._views: dict[tuple[int, int], ModuleViews] = {}
 
-    def reserve(self, max_rank: int) -> None:
-        """Needs no workspace."""
+    def begin_step(self, max_rank: int) -> None:
+        """Nothing here depends on it."""
 
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing
@@ -114,18 +114,17 @@ def module_views(
     part: Slice, slot: int, in_features: int, arena: Tensor, tables: SlotTables
 ) -> ModuleViews:
     """Where a slot's weights of one module stand now."""
-    rank = int(tables.host_rank[part.module, slot])
+    offset_a, offset_b, offset_g, rank = tables.host[part.module, slot].tolist()
     version = tables.version[slot]
     if rank == 0:
         return ModuleViews(version, None, arena[:0], None)
     unit = ALIGN_BYTES // arena.element_size()
     in_pad, rank_pad = pad(in_features), pad(rank)
-    start_a = int(tables.host_offset_a[part.module, slot]) * unit
-    start_b = int(tables.host_offset_b[part.module, slot]) * unit
+    start_a, start_b = offset_a * unit, offset_b * unit
     a = arena[start_a : start_a + rank * in_pad].view(rank, in_pad)[:, :in_features]
     b = arena[start_b : start_b + part.size * rank_pad].view(part.size, rank_pad)[:, :rank]
     gain = None
-    if tables.host_has_gain[part.module, slot]:
-        start_g = int(tables.host_offset_g[part.module, slot]) * unit
+    if offset_g != NO_GAIN:
+        start_g = offset_g * unit
         gain = arena[start_g : start_g + part.size]
     return ModuleViews(version, a.t(), b.t(), gain)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from loramux.ops.interface import Segment, Site, SlotTables
+from loramux.ops.layout import NO_GAIN, OFFSET_G
 from loramux.ops.reference import ReferenceOps, module_views
 
 MAX_ROWS = 64
@@ -144,7 +145,8 @@ def _build(site: Site, slots: Sequence[int], arena: Tensor, tables: SlotTables) 
     """Copy the weights of one site in these slots."""
     versions = {slot: tables.version[slot] for slot in slots}
     modules = [part.module for part in site.slices]
-    with_gain = frozenset(slot for slot in slots if tables.host_has_gain[modules, slot].any())
+    gains = {slot: tables.host[modules, slot, OFFSET_G] for slot in slots}
+    with_gain = frozenset(slot for slot in slots if (gains[slot] != NO_GAIN).any())
     a_parts = [arena.new_empty(0, site.in_features)]
     b_stacks: list[Tensor] = []
     ranks: list[int] = []

@@ -7,6 +7,7 @@ depends on that sequence alone, so who else takes part does not change its resul
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loramux.ops.attention import AttentionParams, AttentionSequence, KvShape
+from loramux.ops.attention import Attend, AttentionLayer, AttentionParams, AttentionSequence
 
 _CPU = torch.device("cpu")
 
@@ -53,7 +54,7 @@ class TorchAttention:
 
     def __init__(
         self,
-        layers: Mapping[int, KvShape],
+        layers: Mapping[int, AttentionLayer],
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
@@ -63,18 +64,27 @@ class TorchAttention:
         self._block_size = block_size
         rows = num_blocks * block_size
         # Two dimensions, because index_select of rows is three times faster than indexing.
+        self._params = {i: layer.params for i, layer in layers.items()}
         self._keys = {
             i: torch.zeros(rows, s.num_kv_heads * s.key_dim, dtype=dtype, device=device)
-            for i, s in layers.items()
+            for i, s in ((i, layer.kv) for i, layer in layers.items())
         }
         self._values = {
             i: torch.zeros(rows, s.num_kv_heads * s.value_dim, dtype=dtype, device=device)
-            for i, s in layers.items()
+            for i, s in ((i, layer.kv) for i, layer in layers.items())
         }
         self._write_rows = torch.empty(0, dtype=torch.long)
         self._groups: list[_Group] = []
 
-    def begin_step(self, sequences: Sequence[AttentionSequence]) -> None:
+    def begin_step(
+        self,
+        sequences: Sequence[AttentionSequence],
+        num_rows: int | None = None,
+        *,
+        captured: bool = False,
+    ) -> None:
+        assert num_rows is None, "this backend has no spare block for padding"
+        assert not captured, "nothing can be captured with this backend"
         tables = [self._cache_rows(s) for s in sequences]
         self._write_rows = torch.cat(
             [t[s.num_cached :] for s, t in zip(sequences, tables, strict=True)]
@@ -90,9 +100,11 @@ class TorchAttention:
             _decode_group(length, group, self._device) for length, group in decodes.items()
         ]
 
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
-    ) -> Tensor:
+    def layer(self, layer: int) -> Attend:
+        return functools.partial(self._attend_layer, layer)
+
+    def _attend_layer(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        params = self._params[layer]
         keys, values = self._keys[layer], self._values[layer]
         keys.index_copy_(0, self._write_rows, k.reshape(k.shape[0], -1))
         values.index_copy_(0, self._write_rows, v.reshape(v.shape[0], -1))

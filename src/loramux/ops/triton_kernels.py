@@ -20,14 +20,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from loramux.ops import layout
+
+OFFSET_A = tl.constexpr(layout.OFFSET_A)
+OFFSET_B = tl.constexpr(layout.OFFSET_B)
+OFFSET_G = tl.constexpr(layout.OFFSET_G)
+RANK = tl.constexpr(layout.RANK)
+RECORD = tl.constexpr(layout.RECORD)
+NO_GAIN = tl.constexpr(layout.NO_GAIN)
+
 
 @triton.jit
 def shrink_kernel(
     x,  # [T, K]
     planes,  # [SPLIT_K, NUM_SLICES, plane_rows, plane_ranks] float32
     arena,
-    offset_a,  # [NUM_SLICES, slots + 1], rows of the slot tables
-    rank,  # [NUM_SLICES, slots + 1]
+    table,  # [NUM_SLICES, slots + 1, 4], rows of the slot tables
     segment_slot,
     segment_start,
     segment_rows,
@@ -59,8 +67,9 @@ def shrink_kernel(
     num_rows = tl.load(segment_rows + segment)
     slot = tl.load(segment_slot + segment)
     start = tl.load(segment_start + segment)
-    r = tl.load(rank + part * table_stride + slot)
-    offset = tl.load(offset_a + part * table_stride + slot)
+    record = table + part * table_stride + slot * RECORD
+    r = tl.load(record + RANK).to(tl.int32)
+    offset = tl.load(record + OFFSET_A)
     if (num_rows == 0) | (rank_start >= r):
         return
     a = arena + offset * UNIT
@@ -99,10 +108,7 @@ def expand_kernel(
     y,  # [T, N0 + N1 + N2]: the base's output, or the delta
     planes,
     arena,
-    offset_b,  # [NUM_SLICES, slots + 1]
-    offset_g,
-    has_gain,
-    rank,
+    table,  # [NUM_SLICES, slots + 1, 4], rows of the slot tables
     bias,  # [N0 + N1 + N2] or y where there is none
     segment_slot,
     segment_start,
@@ -137,23 +143,23 @@ def expand_kernel(
     # Slice bounds are constants of each branch, so that columns stay aligned for the compiler.
     if tile < TILES0:
         _expand_tile(
-            y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
-            segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
-            plane_ranks, segment, tile, 0, 0, N0, NUM_SLICES, UNIT,
+            y, planes, arena, table, bias, segment_slot, segment_start,
+            segment_rows, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
+            tile, 0, 0, N0, NUM_SLICES, UNIT,
             SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
     elif tile < TILES0 + TILES1:
         _expand_tile(
-            y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
-            segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
-            plane_ranks, segment, tile - TILES0, 1, N0, N1, NUM_SLICES, UNIT,
+            y, planes, arena, table, bias, segment_slot, segment_start,
+            segment_rows, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
+            tile - TILES0, 1, N0, N1, NUM_SLICES, UNIT,
             SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
     else:
         _expand_tile(
-            y, planes, arena, offset_b, offset_g, has_gain, rank, bias, segment_slot,
-            segment_start, segment_rows, sorted_rows, y_stride, table_stride, plane_rows,
-            plane_ranks, segment, tile - TILES0 - TILES1, 2, N0 + N1, N2, NUM_SLICES, UNIT,
+            y, planes, arena, table, bias, segment_slot, segment_start,
+            segment_rows, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
+            tile - TILES0 - TILES1, 2, N0 + N1, N2, NUM_SLICES, UNIT,
             SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
 
@@ -163,10 +169,7 @@ def _expand_tile(
     y,
     planes,
     arena,
-    offset_b,
-    offset_g,
-    has_gain,
-    rank,
+    table,
     bias,
     segment_slot,
     segment_start,
@@ -196,8 +199,10 @@ def _expand_tile(
     num_rows = tl.load(segment_rows + segment)
     slot = tl.load(segment_slot + segment)
     start = tl.load(segment_start + segment)
-    r = tl.load(rank + PART * table_stride + slot)
-    offset = tl.load(offset_b + PART * table_stride + slot)
+    record = table + PART * table_stride + slot * RECORD
+    r = tl.load(record + RANK).to(tl.int32)
+    offset = tl.load(record + OFFSET_B)
+    offset_g = tl.load(record + OFFSET_G)
     if num_rows == 0:
         return
     rows = tl.arange(0, BLOCK_M)
@@ -238,8 +243,8 @@ def _expand_tile(
         return
 
     value = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    if tl.load(has_gain + PART * table_stride + slot):
-        g = arena + tl.load(offset_g + PART * table_stride + slot) * UNIT
+    if offset_g != NO_GAIN:
+        g = arena + offset_g * UNIT
         gain = tl.load(g + n, mask=n_mask, other=1.0).to(tl.float32)[None, :]
         if HAS_BIAS:
             shift = tl.load(bias + COLUMN + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from loramux.ops.interface import DeviceSegments, Routing, Site, Slice, SlotTables
+from loramux.ops.interface import SHORT_ROWS, Routing, Site, SlotTables
 from loramux.ops.layout import ALIGN_BYTES, pad
+from loramux.ops.opaque import register_lora
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
 
 _MAX_SLICES = 3
 """Slices of one launch; a site with more takes several."""
-_MAX_SPLITS = 16
 _MAX_RANK_BLOCK = 64
 """Ranks that one block of either kernel takes at most."""
+_MANY = 1 << 20
+"""Input features that are split as much as any."""
 _INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
 # Launch options are no parameters of the kernels, so a type checker cannot know them.
 _shrink: Any = shrink_kernel
@@ -43,17 +46,15 @@ class Tiles:
     """More would put every plane into shared memory several times."""
 
 
-ChooseTiles = Callable[[int, DeviceSegments, int], Tiles]
-"""Tiles of a site with so many input features, for a step's segments and the largest rank."""
+ChooseTiles = Callable[[int, int, int], Tiles]
+"""Tiles of a site: its input features, the rows of a segment, and the step's rank bucket."""
 
 
 class TritonOps:
     """Implements ``ops.interface.LoraOps`` with two launches for each site of up to three slices.
 
     Grids depend on the step's bucket only and nothing is allocated, so launches can be captured in
-    a CUDA graph and replayed for other adapters. The workspace is for segments that have up to
-    ``max_padded_rows`` rows together and ranks up to ``max_rank``, which must be raised
-    (``reserve``) before an adapter of a larger rank is placed.
+    a CUDA graph and replayed for other adapters of the same rank bucket.
     """
 
     name = "triton"
@@ -61,32 +62,49 @@ class TritonOps:
     def __init__(
         self,
         *,
-        max_padded_rows: int,
+        padded_rows: Mapping[int, int],
         max_rank: int,
         device: torch.device,
         choose: ChooseTiles | None = None,
     ) -> None:
+        """``padded_rows``: for each length of segments, the most rows that those of a step have
+        together when each counts as full. Ranks are at most ``max_rank``.
+        """
         self._choose = choose or choose_tiles
-        self._device = device
-        self._max_rows = max_padded_rows
-        self._planes = torch.empty(0, dtype=torch.float32, device=device)
-        self.max_rank = 0
-        self.reserve(max_rank)
+        self.rank_buckets = rank_buckets(max_rank)
+        self._rank_bucket = self.rank_buckets[-1]
+        self._context: tuple[Tensor, Routing] | None = None
+        # Made here, so that every capture forks to the same stream.
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.number = register_lora(self)
+        size = max(
+            self._choose(_MANY, block_rows, bucket).split_k * _MAX_SLICES * rows * bucket
+            for block_rows, rows in padded_rows.items()
+            for bucket in self.rank_buckets
+        )
+        self._planes = torch.empty(size, dtype=torch.float32, device=device)
 
-    def reserve(self, max_rank: int) -> None:
-        """Make room for ranks up to ``max_rank``; what was captured must be captured anew."""
-        if max_rank <= self.max_rank:
-            return
-        # Whole blocks of ranks: shrink fills the last one with zeros.
-        self.max_rank = -(-max_rank // _MAX_RANK_BLOCK) * _MAX_RANK_BLOCK if max_rank > 16 else 16
-        size = _MAX_SPLITS * _MAX_SLICES * self._max_rows * self.max_rank
-        self._planes = torch.empty(size, dtype=torch.float32, device=self._device)
+    @property
+    def workspace_bytes(self) -> int:
+        return self._planes.nbytes
+
+    def bind(self, arena: Tensor, routing: Routing) -> None:
+        """What the ops inside compiled layers read beside their arguments."""
+        self._context = (arena, routing)
+
+    def begin_step(self, max_rank: int) -> None:
+        """Say how large the ranks of the step's adapters are; sets the rank bucket."""
+        self._rank_bucket = self.bucket_of(max_rank)
+
+    def bucket_of(self, max_rank: int) -> int:
+        """The smallest rank bucket that holds a rank."""
+        return next(bucket for bucket in self.rank_buckets if bucket >= max_rank)
 
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing
     ) -> None:
-        for slices in _launches(site.slices):
-            self._launch(y, x, site, slices, arena, tables, routing, beside=False)
+        table, sizes = _table_of(site, tables), [part.size for part in site.slices]
+        self._launch(y, x, table, sizes, site.bias, arena, routing, beside=False)
 
     def lora_delta_(
         self,
@@ -101,49 +119,107 @@ class TritonOps:
 
         delta ``[T, out]``. Adding -0.0 leaves every bit as it was. Not for DoRA.
         """
-        for slices in _launches(site.slices):
-            self._launch(delta, x, site, slices, arena, tables, routing, beside=True)
+        table, sizes = _table_of(site, tables), [part.size for part in site.slices]
+        self._launch(delta, x, table, sizes, None, arena, routing, beside=True)
+
+    def linear_beside(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor, sizes: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """The base's product and, on a second stream at the same time, the delta.
+
+        weight ``[out, in]``; table: the site's rows of the slot tables. The delta is whole when
+        this returns, as far as the current stream is concerned.
+        """
+        assert self._context is not None
+        arena, routing = self._context
+        delta = x.new_empty(x.shape[0], weight.shape[0])
+        if self._side is None:
+            self._launch(delta, x, table, sizes, None, arena, routing, beside=True)
+            return F.linear(x, weight, bias), delta
+        main = torch.cuda.current_stream(x.device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            self._launch(delta, x, table, sizes, None, arena, routing, beside=True)
+        y = F.linear(x, weight, bias)
+        main.wait_stream(self._side)
+        return y, delta
+
+    def linear_in_place(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor, sizes: list[int]
+    ) -> Tensor:
+        """The base's product, then LoRA on top of it; this form knows DoRA."""
+        assert self._context is not None
+        arena, routing = self._context
+        y = F.linear(x, weight, bias)
+        self._launch(y, x, table, sizes, bias, arena, routing, beside=False)
+        return y
 
     def _launch(
         self,
         y: Tensor,
         x: Tensor,
-        site: Site,
-        slices: tuple[Slice, ...],
+        table: Tensor,
+        sizes: list[int],
+        bias: Tensor | None,
         arena: Tensor,
-        tables: SlotTables,
         routing: Routing,
         *,
         beside: bool,
     ) -> None:
+        column = 0
+        for first in range(0, len(sizes), _MAX_SLICES):
+            part = sizes[first : first + _MAX_SLICES]
+            self._launch_slices(
+                y[:, column:],
+                x,
+                table[first : first + len(part)],
+                part,
+                None if bias is None else bias[column:],
+                arena,
+                routing,
+                beside=beside,
+            )
+            column += sum(part)
+
+    def _launch_slices(
+        self,
+        y: Tensor,
+        x: Tensor,
+        table: Tensor,
+        sizes: list[int],
+        bias: Tensor | None,
+        arena: Tensor,
+        routing: Routing,
+        *,
+        beside: bool,
+    ) -> None:
+        """Up to ``_MAX_SLICES`` slices, by one launch of each kernel."""
         segments = routing.device_segments
-        tiles = self._choose(site.in_features, segments, self.max_rank)
-        first, column = slices[0].module, slices[0].start
-        rows = slice(first, first + len(slices))
-        y_part = y[:, column:]
-        sizes = [part.size for part in slices] + [0] * (_MAX_SLICES - len(slices))
+        in_features, ranks = x.shape[1], self._rank_bucket
+        tiles = self._choose(in_features, segments.block_rows, ranks)
         plane_rows = segments.grid * segments.block_rows
-        assert plane_rows <= self._max_rows, "the workspace is sized for the largest bucket"
+        planes = tiles.split_k * len(sizes) * plane_rows * ranks
+        assert planes <= self._planes.numel(), "the workspace is sized for the largest step"
         unit = ALIGN_BYTES // arena.element_size()
         dot = tl.bfloat16 if arena.dtype == torch.bfloat16 and not _INTERPRETED else tl.float32
-        num_rank_blocks = triton.cdiv(self.max_rank, tiles.shrink_ranks)
-        _shrink[(segments.grid, len(slices) * num_rank_blocks, tiles.split_k)](
+        _shrink[
+            (segments.grid, len(sizes) * triton.cdiv(ranks, tiles.shrink_ranks), tiles.split_k)
+        ](
             x,
             self._planes,
             arena,
-            tables.offset_a[rows],
-            tables.rank[rows],
+            table,
             segments.slot,
             segments.start,
             segments.rows,
             routing.sorted_rows,
             x.stride(0),
-            tables.rank.stride(0),
+            table.stride(0),
             plane_rows,
-            self.max_rank,
-            K=site.in_features,
-            K_PAD=pad(site.in_features),
-            NUM_SLICES=len(slices),
+            ranks,
+            K=in_features,
+            K_PAD=pad(in_features),
+            NUM_SLICES=len(sizes),
             UNIT=unit,
             SPLIT_K=tiles.split_k,
             BLOCK_M=segments.block_rows,
@@ -154,29 +230,25 @@ class TritonOps:
             num_warps=tiles.shrink_warps,
             num_stages=tiles.shrink_stages,
         )
-        num_tiles = sum(triton.cdiv(size, tiles.block_n) for size in sizes)
-        bias = None if site.bias is None else site.bias[column:]
-        _expand[(segments.grid, num_tiles)](
-            y_part,
+        n0, n1, n2 = sizes + [0] * (_MAX_SLICES - len(sizes))
+        _expand[(segments.grid, sum(triton.cdiv(size, tiles.block_n) for size in sizes))](
+            y,
             self._planes,
             arena,
-            tables.offset_b[rows],
-            tables.offset_g[rows],
-            tables.has_gain[rows],
-            tables.rank[rows],
-            y_part if bias is None else bias,
+            table,
+            y if bias is None else bias,
             segments.slot,
             segments.start,
             segments.rows,
             routing.sorted_rows,
             y.stride(0),
-            tables.rank.stride(0),
+            table.stride(0),
             plane_rows,
-            self.max_rank,
-            N0=sizes[0],
-            N1=sizes[1],
-            N2=sizes[2],
-            NUM_SLICES=len(slices),
+            ranks,
+            N0=n0,
+            N1=n1,
+            N2=n2,
+            NUM_SLICES=len(sizes),
             UNIT=unit,
             SPLIT_K=tiles.split_k,
             BLOCK_M=segments.block_rows,
@@ -191,35 +263,28 @@ class TritonOps:
         )
 
 
-def choose_tiles(in_features: int, segments: DeviceSegments, max_rank: int) -> Tiles:
+def choose_tiles(in_features: int, block_rows: int, rank_bucket: int) -> Tiles:
     """What was fastest on an H200; docs/performance.md has the figures.
 
     K is split where few segments would leave the GPU idle; long ones fill it by themselves. Each
     split is a plane that expand reads again for every column tile, so large ranks take fewer.
     """
-    ranks = 16 if max_rank <= 16 else _MAX_RANK_BLOCK
-    if segments.block_rows > 16:
+    ranks = min(rank_bucket, _MAX_RANK_BLOCK)
+    if block_rows > SHORT_ROWS:
         return Tiles(split_k=1, shrink_ranks=ranks, expand_ranks=ranks, block_n=128)
-    wanted = 8 if max_rank <= 16 else 4
+    wanted = 8 if rank_bucket <= 16 else 4
     if in_features > 8192:
         wanted *= 2
     blocks = triton.cdiv(pad(in_features), 128)
     return Tiles(split_k=min(wanted, blocks), shrink_ranks=ranks, expand_ranks=ranks)
 
 
-def _launches(slices: tuple[Slice, ...]) -> list[tuple[Slice, ...]]:
-    """Runs of up to three slices whose modules and columns follow one another."""
-    runs: list[tuple[Slice, ...]] = []
-    for part in slices:
-        last = runs[-1] if runs else ()
-        follows = (
-            last
-            and len(last) < _MAX_SLICES
-            and part.module == last[-1].module + 1
-            and part.start == last[-1].start + last[-1].size
-        )
-        if follows:
-            runs[-1] = (*last, part)
-        else:
-            runs.append((part,))
-    return runs
+def rank_buckets(max_rank: int) -> tuple[int, ...]:
+    """Ranks that launches are made for; each is a whole number of blocks of ranks."""
+    largest = -(-max_rank // _MAX_RANK_BLOCK) * _MAX_RANK_BLOCK
+    return tuple(bucket for bucket in (16, _MAX_RANK_BLOCK) if bucket < largest) + (largest,)
+
+
+def _table_of(site: Site, tables: SlotTables) -> Tensor:
+    first = site.slices[0].module
+    return tables.table[first : first + len(site.slices)]

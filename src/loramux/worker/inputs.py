@@ -1,12 +1,10 @@
-"""A plan as the tensors of one forward."""
+"""A plan as the arrays of one forward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from loramux.ops.attention import AttentionSequence
 from loramux.plan import SequenceStep, StepPlan
@@ -14,15 +12,21 @@ from loramux.plan import SequenceStep, StepPlan
 
 @dataclass(frozen=True)
 class StepInputs:
-    """``token_ids`` and ``positions`` are ``[1, T]``; all sequences stand one behind the other."""
+    """``token_ids`` and ``positions`` are ``[T]``; all sequences stand one behind the other."""
 
-    token_ids: Tensor
-    positions: Tensor
+    token_ids: np.ndarray
+    positions: np.ndarray
     attention: list[AttentionSequence]
-    logit_rows: Tensor
+    logit_rows: np.ndarray
     """Rows whose logits are needed: those to sample, then those of prompt log-probabilities."""
     sampled: list[SequenceStep]
     """The sequences that sample, in the order of ``logit_rows``."""
+
+    @staticmethod
+    def empty() -> StepInputs:
+        """A step without sequences."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return StepInputs(nothing, nothing, [], nothing, [])
 
 
 def build_inputs(plan: StepPlan) -> StepInputs:
@@ -43,9 +47,9 @@ def build_inputs(plan: StepPlan) -> StepInputs:
         prompt_rows.extend(range(row, row + len(s.next_prompt_tokens)))
         row += count
     return StepInputs(
-        token_ids=torch.from_numpy(tokens)[None],
-        positions=torch.from_numpy(positions)[None],
+        token_ids=tokens,
+        positions=positions,
         attention=attention,
-        logit_rows=torch.tensor(sample_rows + prompt_rows, dtype=torch.long),
+        logit_rows=np.array(sample_rows + prompt_rows, dtype=np.int64),
         sampled=[s for s in plan.sequences if s.sample is not None],
     )

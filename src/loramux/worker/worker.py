@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from loramux.adapters.formats.peft import read_peft
@@ -20,15 +19,17 @@ from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.lora.weights import HostCopy, pack
 from loramux.model.anatomy import Anatomy, linear_weight
-from loramux.model.attention_seam import AttentionSeam, PagedHandler
+from loramux.model.attention_seam import AttentionSeam, PagedLayer
 from loramux.model.load import BaseModel
 from loramux.model.surgery import insert_sites
 from loramux.ops.attention import AttentionBackend
 from loramux.ops.interface import LoraOps
+from loramux.ops.upload import Uploads
 from loramux.plan import SequenceResult, SequenceStep, SlotLoad, SlotOrder, StepPlan, StepResult
 from loramux.types import AdapterId, TokenLogprobs
 from loramux.worker.inputs import StepInputs, build_inputs
 from loramux.worker.logprobs import prompt_logprobs
+from loramux.worker.runner import CapturedRunner, CompiledOptions, EagerRunner, Progress, Runner
 from loramux.worker.sampler import Sampled, Sampler
 
 log = logging.getLogger(__name__)
@@ -57,23 +58,41 @@ class Worker:
         arena_bytes: int,
         max_step_tokens: int,
         max_rank: int,
+        compiled: CompiledOptions | None = None,
     ) -> None:
+        """``compiled``: compile the layers and capture decode steps; None runs the model as it
+        is."""
         device = base.model.device
         self._base = base
         self._anatomy = anatomy
-        self._backend = backend
-        self._ops = ops
         self._max_rank = max_rank
         self._host = HostStore()
         self._device = DeviceStore(arena_bytes, base.dtype, device)
         self._tables = SlotTables(len(anatomy.modules), num_slots, device)
-        self._routing = Routing(num_slots, max_step_tokens, device)
         self._sampler = Sampler()
-        context = LoraContext(ops, self._device.arena, self._tables, self._routing)
-        self._linears = insert_sites(base.model, anatomy, context)
         self._contents: dict[int, AdapterId] = {}
         self._generation = 0
-        seam.handler = PagedHandler(backend, anatomy.attention)
+        uploads = Uploads(device) if compiled is None else compiled.uploads
+        context = LoraContext(
+            ops,
+            self._device.arena,
+            self._tables,
+            Routing(num_slots, max_step_tokens, device, uploads),
+            None if compiled is None else compiled.ops.number,
+        )
+        self._linears = insert_sites(base.model, anatomy, context)
+        seam.connect(lambda layer: PagedLayer(backend.layer(layer)))
+        if compiled is None:
+            self._runner: Runner = EagerRunner(base, backend, context)
+        else:
+            compiled.ops.bind(context.arena, context.routing)
+            self._runner = CapturedRunner(
+                base,
+                backend,
+                context,
+                compiled,
+                max_step_tokens=max_step_tokens,
+            )
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
         """Read and check an adapter, in any thread. Raises AdapterError with every reason."""
@@ -94,7 +113,6 @@ class Worker:
     def install(self, prepared: PreparedAdapter) -> None:
         """Keep an adapter's weights on the host, ready for a slot."""
         assert isinstance(prepared.content, HostCopy)
-        self._ops.reserve(prepared.max_rank)
         self._host.add(prepared.adapter_id, prepared.content)
 
     def drop(self, adapter_id: AdapterId) -> None:
@@ -141,19 +159,13 @@ class Worker:
             prompt_rows = prompt_rows[count:]
         return StepResult(tuple(results))
 
-    @torch.inference_mode()
     def forward(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
-        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``."""
-        self._routing.fill([s.slot for s in sequences], [len(s.token_ids) for s in sequences])
-        self._backend.begin_step(inputs.attention)
-        device = self._base.model.device
-        output = self._base.model(
-            input_ids=inputs.token_ids.to(device),
-            position_ids=inputs.positions.to(device),
-            use_cache=False,
-            logits_to_keep=inputs.logit_rows.to(device),
-        )
-        return output.logits[0]
+        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step."""
+        return self._runner.run(inputs, sequences)
+
+    def warm_up(self, progress: Progress = iter) -> None:
+        """Compile and capture what steps will need; nothing to do where neither is done."""
+        self._runner.warm_up(progress)
 
     def _base_weight(self, module: int) -> Tensor:
         return linear_weight(self._linears[module])

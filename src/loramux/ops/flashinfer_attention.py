@@ -1,0 +1,240 @@
+"""Paged attention on CUDA by FlashInfer's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from torch import Tensor, nn
+
+from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence
+from loramux.ops.opaque import attend, register_attention
+from loramux.ops.triton_kv import write_kv
+from loramux.ops.upload import Uploads
+
+_WORKSPACE_BYTES = 128 * 2**20
+"""For partial results of sequences that are split; what FlashInfer recommends."""
+_PLAN_BYTES = 8 * 2**20
+_TENSOR_CORES_FROM = 4
+"""Query heads of one key head from which on FlashInfer's tensor-core kernel decodes faster."""
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """A step's block tables in FlashInfer's form, on the host."""
+
+    row_start: np.ndarray
+    """``[sequences + 1]`` int32: first row of each sequence."""
+    block_start: np.ndarray
+    """``[sequences + 1]`` int32: first entry of each sequence in ``blocks``."""
+    blocks: np.ndarray
+    last_block_tokens: np.ndarray
+
+
+class FlashInferAttention:
+    """Implements ``ops.attention.AttentionBackend``.
+
+    Keys and values of a layer are ``[blocks + 1, block size, kv heads, dim]``; the last block is
+    spare, for padding. Layers that differ in no parameter share FlashInfer's plan of a step.
+    """
+
+    name = "flashinfer"
+
+    def __init__(
+        self,
+        layers: Mapping[int, AttentionLayer],
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        uploads: Uploads,
+        max_step_tokens: int,
+    ) -> None:
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._uploads = uploads
+        self._spare_block = num_blocks
+        self._groups = list(dict.fromkeys(layers.values()))
+        number = register_attention(self)
+
+        def cache(num_heads: int, dim: int) -> Tensor:
+            shape = (num_blocks + 1, block_size, num_heads, dim)
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self._layers = {
+            i: _Layer(
+                cache(layer.kv.num_kv_heads, layer.kv.key_dim),
+                cache(layer.kv.num_kv_heads, layer.kv.value_dim),
+                number,
+                self._groups.index(layer),
+            )
+            for i, layer in layers.items()
+        }
+        self._cache_rows = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
+        # Captured graphs hold its address, so it is made for the most that a step can name: every
+        # block once, and the spare one for each row of padding.
+        self._blocks = torch.zeros(num_blocks + max_step_tokens, dtype=torch.int32, device=device)
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._plans = [
+            torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device) for _ in self._groups
+        ]
+        """One a group, for all its buckets, of which one is in use at a time."""
+        self._prefill: list[Any] = [
+            BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD") for _ in self._groups
+        ]
+        self._decode: dict[tuple[int, int], Any] = {}
+        """By group and bucket."""
+        self._active: list[Any] = []
+        self._planned = torch.cuda.Event()
+
+    @property
+    def kv_bytes(self) -> int:
+        """Device memory of all keys and values."""
+        return sum(c.nbytes for layer in self._layers.values() for c in (layer.keys, layer.values))
+
+    @staticmethod
+    def supports(layers: Mapping[int, AttentionLayer], dtype: torch.dtype) -> bool:
+        """Whether FlashInfer has kernels for these layers."""
+        return dtype in (torch.bfloat16, torch.float16) and all(
+            layer.kv.key_dim == layer.kv.value_dim and layer.kv.key_dim in (64, 128, 256)
+            for layer in layers.values()
+        )
+
+    def layer(self, layer: int) -> Attend:
+        return self._layers[layer]
+
+    def begin_step(
+        self,
+        sequences: Sequence[AttentionSequence],
+        num_rows: int | None = None,
+        *,
+        captured: bool = False,
+    ) -> None:
+        # FlashInfer copies a plan from a pinned buffer of its own, which the last step's copies
+        # must have left. They stand at the beginning of that step, so this hardly ever waits.
+        self._planned.synchronize()
+        used_rows = sum(s.num_tokens for s in sequences)
+        spare = AttentionSequence(used_rows, 1, 0, (self._spare_block,))
+        padding = [spare] * (0 if num_rows is None else num_rows - used_rows)
+        sequences = [*sequences, *padding]
+        self._uploads.copy(
+            self._cache_rows, np.concatenate([self._cache_rows_of(s) for s in sequences])
+        )
+        pages = self._pages(sequences)
+        self._uploads.copy(self._blocks, pages.blocks)
+        plan = self._plan_decode if captured else self._plan_prefill
+        self._active = [plan(group, pages) for group in range(len(self._groups))]
+        self._planned.record()
+
+    def attend_group(
+        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Carries out ``ops.opaque.attend`` for a layer of a group."""
+        write_kv(k, v, keys, values, self._cache_rows)
+        return self._active[group].run(q.contiguous(), (keys, values))
+
+    def _cache_rows_of(self, sequence: AttentionSequence) -> np.ndarray:
+        """Cache row of each new token, ``[num_tokens]`` int64."""
+        places = np.arange(sequence.num_cached, sequence.num_cached + sequence.num_tokens)
+        table = np.asarray(sequence.block_table, dtype=np.int64)
+        return table[places // self._block_size] * self._block_size + places % self._block_size
+
+    def _pages(self, sequences: Sequence[AttentionSequence]) -> _Pages:
+        lengths = np.array([s.num_cached + s.num_tokens for s in sequences], dtype=np.int32)
+        counts = -(-lengths // self._block_size)
+        blocks = chain.from_iterable(
+            s.block_table[:count] for s, count in zip(sequences, counts.tolist(), strict=True)
+        )
+        return _Pages(
+            row_start=_starts(np.array([s.num_tokens for s in sequences], dtype=np.int32)),
+            block_start=_starts(counts),
+            blocks=np.fromiter(blocks, dtype=np.int32, count=int(counts.sum())),
+            last_block_tokens=(lengths - 1) % self._block_size + 1,
+        )
+
+    def _plan_decode(self, group: int, pages: _Pages) -> Any:
+        bucket = len(pages.last_block_tokens)
+        if (group, bucket) not in self._decode:
+            self._decode[group, bucket] = self._new_decode(group, bucket)
+        wrapper = self._decode[group, bucket]
+        wrapper.plan(
+            self._uploads.stage(pages.block_start),
+            # A view of the buffer that the kernel reads, so that nothing goes by way of the host.
+            self._blocks[: len(pages.blocks)],
+            self._uploads.stage(pages.last_block_tokens),
+            **self._plan_options(group),
+        )
+        return wrapper
+
+    def _new_decode(self, group: int, bucket: int) -> Any:
+        layer = self._groups[group]
+        wrapper = BatchDecodeWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=layer.num_heads // layer.kv.num_kv_heads >= _TENSOR_CORES_FROM,
+            paged_kv_indptr_buffer=torch.zeros(bucket + 1, dtype=torch.int32, device=self._device),
+            paged_kv_indices_buffer=self._blocks,
+            paged_kv_last_page_len_buffer=torch.ones(
+                bucket, dtype=torch.int32, device=self._device
+            ),
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._plans[group])
+        return wrapper
+
+    def _plan_prefill(self, group: int, pages: _Pages) -> Any:
+        wrapper = self._prefill[group]
+        options = self._plan_options(group)
+        options["head_dim_qk"] = options.pop("head_dim")
+        wrapper.plan(
+            self._uploads.stage(pages.row_start),
+            self._uploads.stage(pages.block_start),
+            self._blocks[: len(pages.blocks)],
+            self._uploads.stage(pages.last_block_tokens),
+            causal=True,
+            **options,
+        )
+        return wrapper
+
+    def _plan_options(self, group: int) -> dict[str, Any]:
+        layer = self._groups[group]
+        window, softcap = layer.params.window, layer.params.softcap
+        return {
+            "num_qo_heads": layer.num_heads,
+            "num_kv_heads": layer.kv.num_kv_heads,
+            "head_dim": layer.kv.key_dim,
+            "page_size": self._block_size,
+            "sm_scale": layer.params.scale,
+            "window_left": -1 if window is None else window - 1,
+            "logits_soft_cap": softcap,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+        }
+
+
+class _Layer(nn.Module):
+    """A layer's keys and values, and the op that reads and writes them."""
+
+    def __init__(self, keys: Tensor, values: Tensor, backend: int, group: int) -> None:
+        super().__init__()
+        self.register_buffer("keys", keys, persistent=False)
+        self.register_buffer("values", values, persistent=False)
+        self.backend = backend
+        self.group = group
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, self.keys, self.values, self.backend, self.group)
+
+
+def _starts(counts: np.ndarray) -> np.ndarray:
+    """Prefix sums, one longer than the counts."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts

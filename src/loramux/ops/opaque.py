@@ -1,0 +1,138 @@
+"""What a compiled layer calls without looking inside: attention, and a linear with its LoRA delta.
+
+An op of torch takes tensors and numbers, no Python objects, so it finds the backend that carries it
+out by a number. The numbers are given here; a backend that nobody holds any more is forgotten.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Attends(Protocol):
+    """Carries out ``attend``."""
+
+    def attend_group(
+        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor: ...
+
+
+class AddsLora(Protocol):
+    """Carries out ``lora_beside`` and ``lora_in_place``."""
+
+    def linear_beside(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor, sizes: list[int]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def linear_in_place(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor, sizes: list[int]
+    ) -> Tensor: ...
+
+
+_numbers = itertools.count()
+_attention: WeakValueDictionary[int, Attends] = WeakValueDictionary()
+_lora: WeakValueDictionary[int, AddsLora] = WeakValueDictionary()
+
+
+def register_attention(backend: Attends) -> int:
+    """The number by which ``attend`` finds a backend."""
+    number = next(_numbers)
+    _attention[number] = backend
+    return number
+
+
+def register_lora(ops: AddsLora) -> int:
+    """The number by which the LoRA ops find theirs."""
+    number = next(_numbers)
+    _lora[number] = ops
+    return number
+
+
+# The ops change more than they say: attention writes keys and values, LoRA uses a workspace. Nothing
+# else in a compiled layer touches these, so no order is lost, and the compiler has no reason to
+# copy a whole cache before each call as it does for an argument that is declared to change.
+_LIBRARY = torch.library.Library("loramux", "DEF")
+_LIBRARY.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, int backend, int group)"
+    " -> Tensor"
+)
+_LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_LIBRARY.define(
+    "lora_beside(Tensor x, Tensor weight, Tensor? bias, Tensor table, int[] sizes, int ops)"
+    " -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "lora_in_place(Tensor x, Tensor weight, Tensor? bias, Tensor table, int[] sizes, int ops)"
+    " -> Tensor"
+)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, backend: int, group: int
+) -> Tensor:
+    return _attention[backend].attend_group(group, q, k, v, keys, values)
+
+
+def _attend_shape(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, backend: int, group: int
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _beside(
+    x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor, sizes: list[int], ops: int
+) -> tuple[Tensor, Tensor]:
+    return _lora[ops].linear_beside(x, weight, bias, table, sizes)
+
+
+def _beside_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor, sizes: list[int], ops: int
+) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(x.shape[0], weight.shape[0])
+    return y, torch.empty_like(y)
+
+
+def _in_place(
+    x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor, sizes: list[int], ops: int
+) -> Tensor:
+    return _lora[ops].linear_in_place(x, weight, bias, table, sizes)
+
+
+def _in_place_shape(
+    x: Tensor, weight: Tensor, bias: Tensor | None, table: Tensor, sizes: list[int], ops: int
+) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+for _name, _run, _shape in (
+    ("attend", _attend, _attend_shape),
+    ("linear", _linear, _linear_shape),
+    ("lora_beside", _beside, _beside_shape),
+    ("lora_in_place", _in_place, _in_place_shape),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"loramux::{_name}", _shape, lib=_LIBRARY)
+
+attend = torch.ops.loramux.attend.default
+"""q ``[T, heads, dim]``, k and v ``[T, kv heads, dim]`` -> ``[T, heads, value dim]``."""
+linear = torch.ops.loramux.linear.default
+"""x ``[T, in]`` -> y ``[T, out]``, by the very call that the LoRA ops make for the base: what the
+compiler makes of a product with a bias could differ in the last bit."""
+lora_beside = torch.ops.loramux.lora_beside.default
+"""x ``[T, in]`` -> the base's y ``[T, out]`` and the delta ``[T, out]`` to be added to it."""
+lora_in_place = torch.ops.loramux.lora_in_place.default
+"""x ``[T, in]`` -> y ``[T, out]`` with the delta in it."""

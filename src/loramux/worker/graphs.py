@@ -1,0 +1,94 @@
+"""CUDA graphs of decode steps: one for each bucket and kind of step, replayed for any adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from loramux.lora.layers import Form
+from loramux.model.compile import MIN_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a graph is captured for; everything else is read from fixed buffers."""
+
+    bucket: int
+    """Rows, padding included."""
+    form: Form
+    rank_bucket: int = 0
+    """Ranks that the LoRA launches are made for; 0 without LoRA."""
+
+
+def buckets(max_num_seqs: int) -> list[int]:
+    """Batch sizes with graphs of their own: padding is at most a quarter, and mostly less."""
+    sizes = [MIN_ROWS, 4, 8, *range(16, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
+    sizes += range(320, max_num_seqs + 64, 64)
+    return [size for size in sizes if size < max_num_seqs] + [max(max_num_seqs, MIN_ROWS)]
+
+
+class StepGraphs:
+    """Captures steps and replays them.
+
+    All graphs share one memory pool, because they never run at the same time and nothing of one
+    outlives its step but the logits, which are copied out.
+    """
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        logits: Tensor,
+        prepare: Callable[[GraphKey], None],
+        forward: Callable[[int], Tensor],
+    ) -> None:
+        """``prepare`` sets buffers up for an empty step of a key; ``forward`` computes the logits
+        ``[rows, vocab]`` of so many rows, from the buffers; logits ``[max_num_seqs, vocab]``."""
+        self._buckets = buckets(max_num_seqs)
+        self._logits = logits
+        self._prepare = prepare
+        self._forward = forward
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+
+    def bucket_of(self, num_rows: int) -> int | None:
+        """The smallest bucket that holds so many rows; None where there is none."""
+        return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
+
+    def keys(self, rank_buckets: Iterable[int]) -> list[GraphKey]:
+        """Base-only and beside steps of every bucket, the largest first: it makes the pool."""
+        return [
+            key
+            for bucket in reversed(self._buckets)
+            for key in (
+                GraphKey(bucket, Form.NONE),
+                *(GraphKey(bucket, Form.BESIDE, ranks) for ranks in rank_buckets),
+            )
+        ]
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
+    def capture(self, key: GraphKey) -> None:
+        """Capture an empty step; its buffers are left set up for that."""
+        self._prepare(key)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._forward(key.bucket)  # whatever is made at a first call is made outside
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Not by torch.cuda.graph, which collects garbage each time: that takes longer than this.
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            self._logits[: key.bucket].copy_(self._forward(key.bucket))
+            graph.capture_end()
+        self._graphs[key] = graph
+
+    def replay(self, key: GraphKey) -> Tensor:
+        """Run a captured step; its logits ``[bucket, vocab]``, good until the next replay."""
+        self._graphs[key].replay()
+        return self._logits[: key.bucket]

@@ -1,0 +1,203 @@
+"""Runs the forward of a step: as it is, or compiled and, for decode steps, captured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from loramux.lora.layers import Form, LoraContext
+from loramux.lora.routing import Routing
+from loramux.model.compile import MIN_ROWS, compile_layers
+from loramux.model.load import BaseModel
+from loramux.ops.attention import AttentionBackend
+from loramux.ops.interface import LoraOps
+from loramux.ops.upload import Uploads
+from loramux.plan import SequenceStep
+from loramux.worker.graphs import GraphKey, StepGraphs
+from loramux.worker.inputs import StepInputs
+
+log = logging.getLogger(__name__)
+
+
+Progress = Callable[[Sequence[GraphKey]], Iterable[GraphKey]]
+"""Passes on what it is given, and may show how far it has come."""
+
+
+class Runner(Protocol):
+    """Computes a step's logits."""
+
+    def run(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
+        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step."""
+        ...
+
+    def warm_up(self, progress: Progress) -> None:
+        """Do at start what the first steps would have to wait for."""
+        ...
+
+
+class CompiledOps(LoraOps, Protocol):
+    """A LoRA op that can run inside compiled layers and be captured."""
+
+    number: int
+    """By which ``ops.opaque`` finds it."""
+    rank_buckets: tuple[int, ...]
+    """Largest ranks that launches can be made for."""
+
+    def bind(self, arena: Tensor, routing: Routing) -> None: ...
+
+    def bucket_of(self, max_rank: int) -> int: ...
+
+
+@dataclass(frozen=True)
+class CompiledOptions:
+    """What compiled and captured steps need beside the model."""
+
+    ops: CompiledOps
+    uploads: Uploads
+    max_num_seqs: int
+    compiler: str = "inductor"
+
+
+class EagerRunner:
+    """Calls the model."""
+
+    def __init__(self, base: BaseModel, backend: AttentionBackend, context: LoraContext) -> None:
+        self._base = base
+        self._backend = backend
+        self._context = context
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
+        context, slots = self._context, [s.slot for s in sequences]
+        context.routing.fill(slots, [len(s.token_ids) for s in sequences])
+        context.ops.begin_step(max(context.tables.max_rank[slot] for slot in slots))
+        self._backend.begin_step(inputs.attention)
+        device = self._base.model.device
+        output = self._base.model(
+            input_ids=torch.from_numpy(inputs.token_ids)[None].to(device),
+            position_ids=torch.from_numpy(inputs.positions)[None].to(device),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(inputs.logit_rows).to(device),
+        )
+        return output.logits[0]
+
+    def warm_up(self, progress: Progress) -> None:
+        """Nothing is kept from one step to the next."""
+
+
+class CapturedRunner:
+    """Compiled layers over fixed buffers; steps of one token a sequence are replayed as graphs.
+
+    Graphs are captured at start for plain adapters of the usual ranks. Others (DoRA, large ranks)
+    are captured when a step first needs one.
+    """
+
+    def __init__(
+        self,
+        base: BaseModel,
+        backend: AttentionBackend,
+        context: LoraContext,
+        options: CompiledOptions,
+        *,
+        max_step_tokens: int,
+    ) -> None:
+        device = base.model.device
+        self._base = base
+        self._backend = backend
+        self._context = context
+        self._ops = options.ops
+        self._uploads = options.uploads
+        self._token_ids = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._token_ids)
+        self._logit_rows = torch.zeros_like(self._token_ids)
+        max_rows = max(options.max_num_seqs, MIN_ROWS)
+        logits = torch.zeros(max_rows, base.vocab_size, dtype=base.dtype, device=device)
+        self._graphs = StepGraphs(max_rows, logits, self._prepare, self._decode)
+        compile_layers(base.model, options.compiler)
+
+    def warm_up(self, progress: Progress) -> None:
+        """Capture what most steps need."""
+        started = time.perf_counter()
+        free_before = torch.cuda.mem_get_info()[0]
+        keys = self._graphs.keys(self._ops.rank_buckets[:2])
+        for key in progress(keys):
+            self._capture(key)
+        torch.cuda.synchronize()
+        log.info(
+            "captured %d graphs in %.1f s, %.2f GB",
+            len(keys),
+            time.perf_counter() - started,
+            (free_before - torch.cuda.mem_get_info()[0]) / 1e9,
+        )
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
+        num_tokens = len(inputs.token_ids)
+        bucket = self._graphs.bucket_of(num_tokens)
+        if num_tokens > len(sequences) or len(inputs.logit_rows) != num_tokens or bucket is None:
+            return self._run_eager(inputs, sequences)
+        key = self._key(bucket, sequences)
+        if key not in self._graphs:
+            self._capture(key)
+        self._set_up(key, inputs, sequences, captured=True)
+        return self._graphs.replay(key)[:num_tokens]
+
+    def _run_eager(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
+        num_rows = max(len(inputs.token_ids), MIN_ROWS)
+        self._set_up(self._key(num_rows, sequences), inputs, sequences, captured=False)
+        self._uploads.copy(self._logit_rows, inputs.logit_rows)
+        return self._forward(num_rows, self._logit_rows[: len(inputs.logit_rows)])
+
+    def _key(self, num_rows: int, sequences: Sequence[SequenceStep]) -> GraphKey:
+        tables, slots = self._context.tables, {s.slot for s in sequences}
+        max_rank = max((tables.max_rank[slot] for slot in slots), default=0)
+        if max_rank == 0:
+            return GraphKey(num_rows, Form.NONE)
+        gain = any(tables.has_gain[slot] for slot in slots)
+        form = Form.IN_PLACE if gain else Form.BESIDE
+        return GraphKey(num_rows, form, self._ops.bucket_of(max_rank))
+
+    def _set_up(
+        self,
+        key: GraphKey,
+        inputs: StepInputs,
+        sequences: Sequence[SequenceStep],
+        *,
+        captured: bool,
+    ) -> None:
+        """Bring a step into the buffers that the forward reads."""
+        self._uploads.begin_step()
+        self._context.form.value = key.form
+        self._ops.begin_step(key.rank_bucket)
+        self._context.routing.fill(
+            [s.slot for s in sequences], [len(s.token_ids) for s in sequences], key.bucket
+        )
+        self._backend.begin_step(inputs.attention, key.bucket, captured=captured)
+        self._uploads.copy(self._token_ids, inputs.token_ids)
+        self._uploads.copy(self._positions, inputs.positions)
+
+    @torch.inference_mode()
+    def _capture(self, key: GraphKey) -> None:
+        self._graphs.capture(key)
+
+    def _prepare(self, key: GraphKey) -> None:
+        self._set_up(key, StepInputs.empty(), (), captured=True)
+
+    def _decode(self, num_rows: int) -> Tensor:
+        return self._forward(num_rows, 0)
+
+    def _forward(self, num_rows: int, logit_rows: Tensor | int) -> Tensor:
+        """``logit_rows`` 0 means all."""
+        output = self._base.model(
+            input_ids=self._token_ids[:num_rows][None],
+            position_ids=self._positions[:num_rows][None],
+            use_cache=False,
+            logits_to_keep=logit_rows,
+        )
+        return output.logits[0]
