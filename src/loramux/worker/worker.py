@@ -144,7 +144,7 @@ class Worker:
         inputs = build_inputs(plan)
         logits = self.forward(inputs, plan.sequences)
         samples = [s.sample for s in inputs.sampled if s.sample is not None]
-        sampled = iter(self._sampler(logits[: len(samples)], samples))
+        sampled = iter(self._sampler.launch(logits[: len(samples)], samples).result())
         prompt_rows = logits[len(samples) :]
         results: list[SequenceResult] = []
         for sequence in plan.sequences:
@@ -174,7 +174,7 @@ class Worker:
 def _prompt_logprobs(logits: Tensor, sequence: SequenceStep) -> tuple[TokenLogprobs, ...]:
     if sequence.prompt_logprobs is None:
         return ()
-    return prompt_logprobs(logits, sequence.next_prompt_tokens, sequence.prompt_logprobs)
+    return prompt_logprobs(logits, sequence.next_prompt_tokens, sequence.prompt_logprobs).result()
 
 
 def _result(
