@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +15,14 @@ from loramux.lora.weights import HostCopy
 from loramux.model.anatomy import examine
 from loramux.model.attention_seam import AttentionSeam
 from loramux.model.load import adopt
+from loramux.ops.attention import AttentionBackend
+from loramux.ops.interface import LoraOps
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.torch_attention import TorchAttention
 from loramux.plan import Sample, SequenceResult, SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.testing import random_adapter, tiny_model
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot
+from loramux.worker.runner import CompiledOptions
 from loramux.worker.self_check import self_check
 from loramux.worker.worker import Worker
 
@@ -34,7 +37,15 @@ class Served:
     """``one`` is plain, ``two`` has DoRA, ``three`` has other ranks on some modules."""
 
     def __init__(
-        self, folder: Path, *, arena_bytes: int = 2**20, num_blocks: int = 32, max_tokens: int = 64
+        self,
+        folder: Path,
+        *,
+        arena_bytes: int = 2**20,
+        num_blocks: int = 32,
+        max_tokens: int = 64,
+        attention: Callable[..., AttentionBackend] = TorchAttention,
+        ops: LoraOps | None = None,
+        compiled: CompiledOptions | None = None,
     ) -> None:
         self._folder = folder
         self.num_blocks, self.max_tokens = num_blocks, max_tokens
@@ -46,12 +57,13 @@ class Served:
             self.base,
             anatomy,
             self.seam,
-            TorchAttention(anatomy.attention, num_blocks, BLOCK, self.base.dtype),
-            ReferenceOps(),
+            attention(anatomy.attention, num_blocks, BLOCK, self.base.dtype),
+            ops or ReferenceOps(),
             num_slots=SLOTS,
             arena_bytes=arena_bytes,
             max_step_tokens=max_tokens,
             max_rank=64,
+            compiled=compiled,
         )
         self.prepared: dict[str, PreparedAdapter] = {}
         self._generation = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ def test_positions_that_start_anew_in_every_chunk_are_found(
         monkeypatch,
         lambda inputs: replace(
             inputs,
-            positions=torch.cat([torch.arange(s.num_tokens) for s in inputs.attention])[None],
+            positions=np.concatenate([np.arange(s.num_tokens) for s in inputs.attention]),
         ),
     )
     with pytest.raises(ModelNotServable, match="standard deviations"):

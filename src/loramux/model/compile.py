@@ -6,7 +6,8 @@ products, attention and LoRA are ops that the compiler does not look into (``ops
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,9 @@ _MAX_VARIANTS = 64
 """Compilations of one piece of modelling code: forms of a step, times kinds of layers."""
 
 
-def compile_layers(model: PreTrainedModel, backend: str = "inductor") -> int:
+def compile_layers(
+    model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor"
+) -> int:
     """Compile every decoder layer at its first call; the number of them."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     layers = list(decoder_layers(model))

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,7 +61,9 @@ class CompiledOptions:
     ops: CompiledOps
     uploads: Uploads
     max_num_seqs: int
-    compiler: str = "inductor"
+    compiler: str | Callable[..., Any] = "inductor"
+    capture: bool = True
+    """False computes every step by the compiled layers, without graphs."""
 
 
 class EagerRunner:
@@ -116,18 +118,23 @@ class CapturedRunner:
         self._token_ids = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
         self._logit_rows = torch.zeros_like(self._token_ids)
-        max_rows = max(options.max_num_seqs, MIN_ROWS)
-        logits = torch.zeros(max_rows, base.vocab_size, dtype=base.dtype, device=device)
-        self._graphs = StepGraphs(max_rows, logits, self._prepare, self._decode)
+        self._graphs: StepGraphs | None = None
+        if options.capture:
+            max_rows = max(options.max_num_seqs, MIN_ROWS)
+            logits = torch.zeros(max_rows, base.vocab_size, dtype=base.dtype, device=device)
+            self._graphs = StepGraphs(max_rows, logits, self._prepare, self._decode)
         compile_layers(base.model, options.compiler)
 
+    @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:
         """Capture what most steps need."""
+        if self._graphs is None:
+            return
         started = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         keys = self._graphs.keys(self._ops.rank_buckets[:2])
         for key in progress(keys):
-            self._capture(key)
+            self._graphs.capture(key)
         torch.cuda.synchronize()
         log.info(
             "captured %d graphs in %.1f s, %.2f GB",
@@ -139,12 +146,13 @@ class CapturedRunner:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
         num_tokens = len(inputs.token_ids)
-        bucket = self._graphs.bucket_of(num_tokens)
-        if num_tokens > len(sequences) or len(inputs.logit_rows) != num_tokens or bucket is None:
+        one_each = num_tokens == len(sequences) == len(inputs.logit_rows)
+        bucket = self._graphs.bucket_of(num_tokens) if self._graphs and one_each else None
+        if self._graphs is None or bucket is None:
             return self._run_eager(inputs, sequences)
         key = self._key(bucket, sequences)
         if key not in self._graphs:
-            self._capture(key)
+            self._graphs.capture(key)
         self._set_up(key, inputs, sequences, captured=True)
         return self._graphs.replay(key)[:num_tokens]
 
@@ -181,10 +189,6 @@ class CapturedRunner:
         self._backend.begin_step(inputs.attention, key.bucket, captured=captured)
         self._uploads.copy(self._token_ids, inputs.token_ids)
         self._uploads.copy(self._positions, inputs.positions)
-
-    @torch.inference_mode()
-    def _capture(self, key: GraphKey) -> None:
-        self._graphs.capture(key)
 
     def _prepare(self, key: GraphKey) -> None:
         self._set_up(key, StepInputs.empty(), (), captured=True)

@@ -1,0 +1,127 @@
+"""Compiled layers: one compilation for all layers and batch sizes, and the answers of before.
+
+The compiler's front runs as on a GPU; what it finds is executed by torch instead of new kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+
+from loramux.lora.segments import padded_rows
+from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence
+from loramux.ops.opaque import attend, register_attention
+from loramux.ops.torch_attention import TorchAttention
+from loramux.ops.triton_lora import TritonOps
+from loramux.ops.upload import Uploads
+from loramux.worker.runner import CompiledOptions
+from tests.cpu.served import ADAPTERS, BASE, SLOTS, Served, part
+
+PROMPT = [(37 * i + 11) % 160 for i in range(7)]
+OTHER = [(53 * i + 5) % 160 for i in range(4)]
+
+
+class OpaqueAttention(TorchAttention):
+    """Torch's attention behind the op that compiled layers call; padding rows come to nothing."""
+
+    def __init__(
+        self,
+        layers: Mapping[int, AttentionLayer],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(layers, num_blocks + 1, block_size, dtype)
+        self._number = register_attention(self)
+        self._spare = AttentionSequence(0, 1, 0, (num_blocks,))
+
+    def begin_step(
+        self,
+        sequences: Sequence[AttentionSequence],
+        num_rows: int | None = None,
+        *,
+        captured: bool = False,
+    ) -> None:
+        used = sum(s.num_tokens for s in sequences)
+        padding = [
+            AttentionSequence(row, 1, 0, self._spare.block_table)
+            for row in range(used, num_rows or used)
+        ]
+        super().begin_step([*sequences, *padding])
+
+    def layer(self, layer: int) -> Attend:
+        return OpaqueLayer(torch.tensor(layer), self._number)
+
+    def attend_group(
+        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        return super().layer(int(keys))(q, k, v)
+
+
+class OpaqueLayer(nn.Module):
+    """Says by a tensor which layer it is, as the real one does by its keys and values."""
+
+    def __init__(self, layer: Tensor, number: int) -> None:
+        super().__init__()
+        self.register_buffer("index", layer, persistent=False)
+        self.number = number
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, self.index, self.index, self.number, 0)
+
+
+@pytest.fixture
+def compiler() -> CompileCounter:
+    torch._dynamo.reset()
+    return CompileCounter()
+
+
+def served(folder: Path, compiler: CompileCounter) -> Served:
+    device = torch.device("cpu")
+    ops = TritonOps(padded_rows=padded_rows(SLOTS, 64), max_rank=16, device=device)
+    options = CompiledOptions(
+        ops, Uploads(device), max_num_seqs=8, compiler=compiler, capture=False
+    )
+    model = Served(folder, attention=OpaqueAttention, ops=ops, compiled=options)
+    model.worker.apply([model.load(slot, name) for slot, name in enumerate(ADAPTERS)])
+    return model
+
+
+@pytest.mark.parametrize("company", [[0], [0, 2], [1], [0, 1, 2], []], ids=str)
+def test_answers_are_those_of_peft(
+    tmp_path: Path, compiler: CompileCounter, company: list[int]
+) -> None:
+    model = served(tmp_path, compiler)
+    slots = [BASE, *company]
+    rows = model.run(*(part(PROMPT, slot, blocks=[i]) for i, slot in enumerate(slots)))
+    for slot, got in zip(slots, rows, strict=True):
+        wanted = model.expected(None if slot == BASE else ADAPTERS[slot], PROMPT)
+        assert got == pytest.approx(wanted, abs=1e-4)
+
+
+def test_layers_and_batch_sizes_share_a_compilation_of_each_form(
+    tmp_path: Path, compiler: CompileCounter
+) -> None:
+    model = served(tmp_path, compiler)
+    for slots in ([BASE], [BASE, BASE], [BASE, 0], [2, 0], [0], [1], [1, 2]):
+        model.run(*(part(OTHER, slot, blocks=[i]) for i, slot in enumerate(slots)))
+        model.run(*(part(PROMPT, slot, blocks=[i]) for i, slot in enumerate(slots)))
+    assert compiler.frame_count == 3  # base, beside, in place
+
+
+def test_a_step_of_one_row_is_padded_and_compiles_nothing_new(
+    tmp_path: Path, compiler: CompileCounter
+) -> None:
+    model = served(tmp_path, compiler)
+    got = model.run(part(PROMPT, 0, start=0, end=6))[0]
+    before = compiler.frame_count
+    got += model.run(part(PROMPT, 0, start=6, end=7))[0]
+    assert compiler.frame_count == before
+    assert got == pytest.approx(model.expected("one", PROMPT), abs=1e-4)
+    assert not counters["graph_break"]
