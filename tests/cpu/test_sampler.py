@@ -38,7 +38,7 @@ def sample(
     forbidden: tuple[int, ...] = (),
     **params: Any,
 ) -> Sample:
-    return Sample(SamplingParams(**params), seed, tokens, prompt, forbidden)
+    return Sample(SamplingParams(**params), seed, tokens, prompt, len(tokens) - prompt, forbidden)
 
 
 def probabilities(logits: Tensor, samples: list[Sample]) -> Tensor:

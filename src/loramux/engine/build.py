@@ -82,6 +82,8 @@ def assemble(
     tokenizer: PreTrainedTokenizerBase,
     options: EngineOptions,
     base_name: str,
+    *,
+    runs_ahead: bool = False,
 ) -> Parts:
     """Build an engine around a model that is in memory. Raises as above."""
     seam = AttentionSeam(model.model)
@@ -107,6 +109,7 @@ def assemble(
         arena_bytes=arena_bytes,
         max_step_tokens=options.scheduler.max_step_tokens,
         max_rank=options.adapters.max_rank,
+        runs_ahead=runs_ahead,
     )
     if options.model.self_check:
         worst = self_check(

@@ -95,7 +95,7 @@ def _draw(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
 
 
 def _uniform_of(sample: Sample) -> float:
-    return uniform(sample.seed, len(sample.tokens) - sample.num_prompt_tokens)
+    return uniform(sample.seed, sample.position)
 
 
 def uniform(seed: int, position: int) -> float:

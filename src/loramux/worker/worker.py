@@ -26,7 +26,8 @@ from loramux.model.surgery import insert_sites
 from loramux.ops.attention import AttentionBackend
 from loramux.ops.interface import LoraOps
 from loramux.plan import SequenceResult, SequenceStep, SlotLoad, SlotOrder, StepPlan, StepResult
-from loramux.types import AdapterId, TokenLogprobs
+from loramux.types import AdapterId, RequestId, TokenLogprobs
+from loramux.worker.finished import FinishedStep, with_pending_tokens
 from loramux.worker.inputs import StepInputs, build_inputs
 from loramux.worker.logprobs import prompt_logprobs
 from loramux.worker.sampler import Sampled, Sampler
@@ -57,6 +58,7 @@ class Worker:
         arena_bytes: int,
         max_step_tokens: int,
         max_rank: int,
+        runs_ahead: bool = False,
     ) -> None:
         device = base.model.device
         self._base = base
@@ -64,6 +66,7 @@ class Worker:
         self._backend = backend
         self._ops = ops
         self._max_rank = max_rank
+        self.runs_ahead = runs_ahead
         self._host = HostStore()
         self._device = DeviceStore(arena_bytes, base.dtype, device)
         self._tables = SlotTables(len(anatomy.modules), num_slots, device)
@@ -73,6 +76,7 @@ class Worker:
         self._linears = insert_sites(base.model, anatomy, context)
         self._contents: dict[int, AdapterId] = {}
         self._generation = 0
+        self._last_tokens: dict[RequestId, int | None] = {}
         seam.handler = PagedHandler(backend, anatomy.attention)
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
@@ -120,8 +124,9 @@ class Worker:
                     self._tables.set(slot, placements, start)
         self._tables.flush()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         """Run one step; results stand in the order of the plan's sequences."""
+        plan = with_pending_tokens(plan, self._last_tokens)
         self.apply(plan.slot_orders)
         inputs = build_inputs(plan)
         logits = self.forward(inputs, plan.sequences)
@@ -139,7 +144,8 @@ class Worker:
                 )
             )
             prompt_rows = prompt_rows[count:]
-        return StepResult(tuple(results))
+        self._last_tokens = {r.request_id: r.token_id for r in results}
+        return FinishedStep(StepResult(tuple(results)))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
