@@ -7,6 +7,15 @@ from dataclasses import dataclass, field
 
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
 
+PENDING_TOKEN = -1
+"""As the only token of a sequence's step: what the step launched just before samples for it.
+
+The host does not know it yet and the worker need not wait for it, because steps run in the order in
+which they are launched. The sample of such a row has no penalties and no forbidden tokens. The row
+is wasted when that token turns out to end the sequence or to be an error: it must do no harm then,
+and nobody reads its result.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SlotLoad:
@@ -34,8 +43,10 @@ class Sample:
     params: SamplingParams
     seed: int
     tokens: Sequence[int]
-    """Prompt and output so far; read, never kept."""
+    """Prompt and output so far, without a token that is pending; read at launch, never kept."""
     num_prompt_tokens: int
+    position: int
+    """Place in the output of the token to choose, from 0; a pending token is counted."""
     forbidden: tuple[int, ...] = ()
     """Tokens that may not be chosen now (ends before ``min_tokens``)."""
 

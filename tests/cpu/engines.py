@@ -26,6 +26,7 @@ def assemble_tiny(
     max_step_tokens: int = 16,
     kv_blocks: int | None = None,
     device_cache: str | None = None,
+    runs_ahead: bool = False,
 ) -> Parts:
     """An engine whose steps are so small that prompts of a few tokens are read in chunks."""
     options = EngineOptions(
@@ -37,7 +38,13 @@ def assemble_tiny(
         ),
     )
     vocab_size = model.get_output_embeddings().weight.shape[0]
-    return assemble(adopt("tiny", model), word_tokenizer(vocab_size), options, "tiny")
+    return assemble(
+        adopt("tiny", model),
+        word_tokenizer(vocab_size),
+        options,
+        "tiny",
+        runs_ahead=runs_ahead,
+    )
 
 
 def _block_bytes(model: PreTrainedModel) -> int:

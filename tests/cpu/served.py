@@ -101,7 +101,7 @@ class Served:
 
     def run(self, *sequences: SequenceStep, orders: Sequence[SlotOrder] = ()) -> list[list[float]]:
         """Log-probabilities of each sequence's prompt tokens and chosen token, in one step."""
-        results = self.worker.execute(StepPlan(tuple(orders), sequences)).sequences
+        results = self.worker.launch(StepPlan(tuple(orders), sequences)).result().sequences
         assert [r.request_id for r in results] == [s.request_id for s in sequences]
         return [values(result) for result in results]
 
@@ -153,7 +153,7 @@ def part(
         start=start,
         block_table=blocks,
         slot=Slot(slot),
-        sample=Sample(greedy, 0, tokens, len(tokens)) if last else None,
+        sample=Sample(greedy, 0, tokens, len(tokens), 0) if last else None,
         prompt_logprobs=top,
         next_prompt_tokens=tokens[start + 1 : end + 1],
     )

@@ -18,9 +18,9 @@ PROMPTS = [[1, 2, 3], [4], [5] * 9]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 
-@pytest.fixture
-def small() -> SmallEngine:
-    return SmallEngine()
+@pytest.fixture(params=[False, True], ids=["waits", "runs-ahead"])
+def small(request: pytest.FixtureRequest) -> SmallEngine:
+    return SmallEngine(runs_ahead=request.param)
 
 
 @pytest.fixture

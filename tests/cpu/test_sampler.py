@@ -55,7 +55,7 @@ def sample(
     forbidden: tuple[int, ...] = (),
     **params: Any,
 ) -> Sample:
-    return Sample(SamplingParams(**params), seed, tokens, prompt, forbidden)
+    return Sample(SamplingParams(**params), seed, tokens, prompt, len(tokens) - prompt, forbidden)
 
 
 def choice_of(logits: Tensor, samples: list[Sample]) -> list[Sampled]:

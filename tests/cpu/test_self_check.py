@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +13,14 @@ from torch import Tensor
 
 from loramux.errors import ModelNotServable
 from loramux.plan import SequenceStep, StepPlan
+from loramux.types import RequestId
 from loramux.worker.inputs import StepInputs, build_inputs
 from tests.cpu.served import Served
 
 
 def break_inputs(monkeypatch: pytest.MonkeyPatch, how: Callable[[StepInputs], StepInputs]) -> None:
-    def broken(plan: StepPlan) -> StepInputs:
-        return how(build_inputs(plan))
+    def broken(plan: StepPlan, last_rows: Mapping[RequestId, int]) -> StepInputs:
+        return how(build_inputs(plan, last_rows))
 
     monkeypatch.setattr("loramux.worker.self_check.build_inputs", broken)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loramux.errors import AdapterRefused
-from loramux.plan import SlotClear, StepPlan
+from loramux.plan import PENDING_TOKEN, SequenceStep, SlotClear, StepPlan
 from loramux.testing import random_adapter
 from loramux.types import Slot
 from tests.cpu.served import ADAPTERS, BASE, Served, part
@@ -85,7 +86,7 @@ def test_base_rows_keep_every_bit_whoever_is_beside_them(served: Served) -> None
 def test_prompt_logprobs_are_those_of_the_whole_softmax(served: Served) -> None:
     all_loaded(served)
     plan = StepPlan((), (part(OTHER, 2, blocks=[1], top=4), part(PROMPT, 0, top=4)))
-    result = served.worker.execute(plan).sequences[1]
+    result = served.worker.launch(plan).result().sequences[1]
     full = served.logprobs("one", PROMPT)
     assert len(result.prompt_logprobs) == len(PROMPT) - 1
     for row, entry in enumerate(result.prompt_logprobs):
@@ -115,7 +116,7 @@ def test_rows_of_sampling_and_prompt_logprobs_are_not_mixed_up(served: Served) -
 def test_a_chunk_that_asks_for_nothing_reports_nothing(served: Served) -> None:
     quiet = part(PROMPT, BASE, end=5)
     quiet = type(quiet)(quiet.request_id, quiet.token_ids, 0, quiet.block_table, BASE)
-    result = served.worker.execute(StepPlan((), (quiet,))).sequences[0]
+    result = served.worker.launch(StepPlan((), (quiet,))).result().sequences[0]
     assert (result.token_id, result.logprobs, result.prompt_logprobs) == (None, None, ())
 
 
@@ -172,12 +173,39 @@ def test_nan_of_one_adapter_ends_its_sequence_alone(served: Served) -> None:
             part(PROMPT, 0, start=start, end=end, blocks=[0, 1]),
             part(PROMPT, 1, start=start, end=end, blocks=[2, 3]),
         )
-        sick, healthy = served.worker.execute(StepPlan((), parts)).sequences
+        sick, healthy = served.worker.launch(StepPlan((), parts)).result().sequences
         assert healthy.error is None
         sound += [entry.logprob for entry in healthy.prompt_logprobs]
     assert sick.token_id is None
     assert "not finite" in (sick.error or "")
     assert_close(sound, served.expected("one", PROMPT)[:-1])
+
+
+def test_a_pending_token_is_the_one_chosen_in_the_step_before(served: Served) -> None:
+    """Also beside a sequence that has failed, whose row is there but wasted."""
+    served.add_poisoned("sick")
+    served.worker.apply([served.load(0, "sick"), served.load(1, "one")])
+    sick, sound = part(PROMPT, 0, blocks=[0, 1]), part(OTHER, 1, blocks=[2])
+    first = served.worker.launch(StepPlan((), (sick, sound))).result().sequences[1]
+    assert first.token_id is not None
+    follow = StepPlan((), (following(sick), following(sound)))
+    second = served.worker.launch(follow).result().sequences[1]
+    assert second.logprobs is not None
+    wanted = served.expected("one", [*OTHER, first.token_id])[-1]
+    assert_close([second.logprobs.logprob], [wanted])
+
+
+def following(step: SequenceStep) -> SequenceStep:
+    """The step after one that has read a whole prompt."""
+    assert step.sample is not None
+    return replace(
+        step,
+        token_ids=[PENDING_TOKEN],
+        start=len(step.token_ids),
+        sample=replace(step.sample, position=1),
+        prompt_logprobs=None,
+        next_prompt_tokens=(),
+    )
 
 
 def test_an_adapter_in_a_slot_cannot_be_dropped(served: Served) -> None:

@@ -99,6 +99,7 @@ class SmallEngine:
         adapter_bytes: Mapping[str, int] | None = None,
         adapters: Sequence[str] = (),
         worker_type: type[FakeWorker] = FakeWorker,
+        runs_ahead: bool = False,
     ) -> None:
         self.max_model_len = max_model_len
         self.eos = eos
@@ -110,6 +111,7 @@ class SmallEngine:
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_step_tokens,
             adapter_bytes=adapter_bytes,
+            runs_ahead=runs_ahead,
         )
         self.catalog = Catalog("base")
         self.text = FakeCodec()
@@ -144,10 +146,19 @@ class SmallEngine:
         self.core.adapters.unregister(name)
         self.core.check()
 
-    def submit(self, model: str | None, prompt: Sequence[int], **params: Any) -> RequestId:
+    def submit(
+        self,
+        model: str | None,
+        prompt: Sequence[int],
+        *,
+        request_id: RequestId | None = None,
+        **params: Any,
+    ) -> RequestId:
         """Queue a request, greedy unless told otherwise."""
         sampling = SamplingParams(**{"temperature": 0.0, **params})
-        request = GenerationRequest(prompt_token_ids=prompt, params=sampling, model=model)
+        request = GenerationRequest(
+            prompt_token_ids=prompt, params=sampling, model=model, request_id=request_id
+        )
         sequences = self.admission.admit(request)
         self.core.add(sequences)
         self.core.check()
@@ -167,7 +178,7 @@ class SmallEngine:
     def run(self) -> None:
         """Step until all requests have ended, which they do even if each is computed thrice."""
         num_sequences = self.core.stats().num_running + self.core.stats().num_waiting
-        for _ in range(3 * self.max_model_len * num_sequences + 1):
+        for _ in range(3 * self.max_model_len * num_sequences + 2):
             if not self.core.has_work:
                 return
             self.step()
@@ -191,6 +202,7 @@ class SmallEngine:
         self.core.check()
         stats = self.core.stats()
         assert not self.core.has_work
+        assert self.worker.num_outstanding == 0
         assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
         named = {entry.adapter_id for entry in self.catalog}
         assert self.catalog.held() == self.worker.installed.keys() == named

@@ -1,11 +1,12 @@
-"""The engine's thread under an event loop."""
+"""The engine's thread under an event loop, whether the engine runs ahead or not."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from loramux.errors import (
     UnknownAdapter,
     UnknownModel,
 )
-from loramux.plan import StepPlan, StepResult
+from loramux.plan import StepPlan
 from loramux.testing import FakeWorker, expected_tokens
+from loramux.testing.worker import FakeLaunchedStep
 from loramux.types import Delta, GenerationRequest, RequestId, SamplingParams
 from tests.unit.small_engine import Outcome, SmallEngine
 
@@ -48,10 +50,10 @@ class GatedWorker(FakeWorker):
         self.step_gate.set()
         self.read_gate.set()
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeLaunchedStep:
         self.in_step.set()
         assert self.step_gate.wait(10)
-        return super().execute(plan)
+        return super().launch(plan)
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
         self.in_read.set()
@@ -62,8 +64,15 @@ class GatedWorker(FakeWorker):
 class Bench:
     """An AsyncEngine and what lies under it."""
 
-    def __init__(self, folder: Path, *, max_open: int = 100, at_start: Sequence[str] = ()) -> None:
-        self.small = SmallEngine(worker_type=GatedWorker)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_open: int = 100,
+        at_start: Sequence[str] = (),
+        runs_ahead: bool = False,
+    ) -> None:
+        self.small = SmallEngine(worker_type=GatedWorker, runs_ahead=runs_ahead)
         assert isinstance(self.small.worker, GatedWorker)
         self.worker = self.small.worker
         self.folder = folder
@@ -99,8 +108,17 @@ class Bench:
         assert await asyncio.to_thread(self.worker.in_step.wait, 10)
 
 
+Running = Callable[..., AbstractAsyncContextManager[Bench]]
+
+
+@pytest.fixture(params=[False, True], ids=["waits", "runs-ahead"])
+def running(request: pytest.FixtureRequest, tmp_path: Path) -> Running:
+    """A started engine, by the options of ``Bench``; stopped at the end."""
+    return partial(_running, tmp_path, runs_ahead=request.param)
+
+
 @asynccontextmanager
-async def running(folder: Path, **options: Any) -> AsyncIterator[Bench]:
+async def _running(folder: Path, **options: Any) -> AsyncIterator[Bench]:
     bench = Bench(folder, **options)
     await bench.engine.start()
     try:
@@ -133,47 +151,47 @@ def following(count: int, adapter_id: str | None = None) -> list[int]:
 # Requests
 
 
-async def test_a_stream_yields_the_answer(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_stream_yields_the_answer(running: Running) -> None:
+    async with running() as bench:
         done = await outcome(bench.submit())
     assert (done.tokens, done.finish_reason) == (following(4), "length")
 
 
-async def test_a_stream_yields_each_token_as_it_comes(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_stream_yields_each_token_as_it_comes(running: Running) -> None:
+    async with running() as bench:
         deltas: list[Delta] = [delta async for delta in bench.submit()]
     assert [delta.token_ids for delta in deltas] == [(token,) for token in following(4)]
 
 
-async def test_a_stream_yields_all_completions(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_stream_yields_all_completions(running: Running) -> None:
+    async with running() as bench:
         done = await outcomes(bench.submit(n=3, temperature=1.0, seed=5), 3)
     assert [o.tokens for o in done] == [expected_tokens(None, PROMPT, 4, seed=s) for s in (5, 6, 7)]
 
 
-async def test_many_streams_run_side_by_side(tmp_path: Path) -> None:
+async def test_many_streams_run_side_by_side(running: Running) -> None:
     models = [None, "a", "b", "c", "d"] * 8
-    async with running(tmp_path, at_start="abcd") as bench:
+    async with running(at_start="abcd") as bench:
         done = await asyncio.gather(*(outcome(bench.submit(model)) for model in models))
         assert bench.engine.stats().max_step_adapters == 2
     assert [o.tokens for o in done] == [following(4, model) for model in models]
 
 
-async def test_deltas_wait_for_a_late_reader(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_deltas_wait_for_a_late_reader(running: Running) -> None:
+    async with running() as bench:
         early = bench.submit()
         await outcome(bench.submit(max_tokens=8))
         assert (await outcome(early)).tokens == following(4)
 
 
-async def test_a_request_that_cannot_run_is_refused_at_once(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_request_that_cannot_run_is_refused_at_once(running: Running) -> None:
+    async with running() as bench:
         with pytest.raises(UnknownModel):
             bench.submit("unknown")
 
 
-async def test_too_many_requests_are_refused_until_one_ends(tmp_path: Path) -> None:
-    async with running(tmp_path, max_open=2) as bench:
+async def test_too_many_requests_are_refused_until_one_ends(running: Running) -> None:
+    async with running(max_open=2) as bench:
         streams = [bench.submit(), bench.submit()]
         with pytest.raises(TooManyRequests):
             bench.submit()
@@ -182,8 +200,8 @@ async def test_too_many_requests_are_refused_until_one_ends(tmp_path: Path) -> N
         await outcome(bench.submit())
 
 
-async def test_an_id_in_use_is_refused_until_its_request_ends(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_an_id_in_use_is_refused_until_its_request_ends(running: Running) -> None:
+    async with running() as bench:
         first = bench.submit(request_id="x")
         with pytest.raises(InvalidRequest, match="'x'") as refusal:
             bench.submit(request_id="x")
@@ -192,8 +210,8 @@ async def test_an_id_in_use_is_refused_until_its_request_ends(tmp_path: Path) ->
         assert (await outcome(bench.submit(request_id="x"))).tokens == following(4)
 
 
-async def test_an_idle_engine_runs_no_steps(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_an_idle_engine_runs_no_steps(running: Running) -> None:
+    async with running() as bench:
         await outcome(bench.submit())
         calls = []
         step = bench.small.core.step
@@ -205,8 +223,8 @@ async def test_an_idle_engine_runs_no_steps(tmp_path: Path) -> None:
 # Aborts
 
 
-async def test_an_abort_ends_the_stream(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_an_abort_ends_the_stream(running: Running) -> None:
+    async with running() as bench:
         bench.worker.step_gate.clear()
         stream = bench.submit(max_tokens=20, n=2)
         await bench.hold_step()
@@ -217,8 +235,8 @@ async def test_an_abort_ends_the_stream(tmp_path: Path) -> None:
         assert done[0].tokens == following(1)
 
 
-async def test_an_abort_before_the_first_step_ends_the_stream(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_an_abort_before_the_first_step_ends_the_stream(running: Running) -> None:
+    async with running() as bench:
         bench.worker.step_gate.clear()
         first = bench.submit()
         await bench.hold_step()
@@ -231,8 +249,8 @@ async def test_an_abort_before_the_first_step_ends_the_stream(tmp_path: Path) ->
         assert (await outcome(first)).tokens == following(4)
 
 
-async def test_an_abort_after_the_end_does_nothing(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_an_abort_after_the_end_does_nothing(running: Running) -> None:
+    async with running() as bench:
         stream = bench.submit()
         await outcome(stream)
         stream.abort()
@@ -240,8 +258,8 @@ async def test_an_abort_after_the_end_does_nothing(tmp_path: Path) -> None:
         assert bench.engine.stats().requests_aborted == 0
 
 
-async def test_an_aborted_request_makes_room(tmp_path: Path) -> None:
-    async with running(tmp_path, max_open=1) as bench:
+async def test_an_aborted_request_makes_room(running: Running) -> None:
+    async with running(max_open=1) as bench:
         stream = bench.submit(max_tokens=20)
         stream.abort()
         await outcome(stream)
@@ -251,8 +269,8 @@ async def test_an_aborted_request_makes_room(tmp_path: Path) -> None:
 # Adapters
 
 
-async def test_adapters_named_at_start_are_loaded(tmp_path: Path) -> None:
-    async with running(tmp_path, at_start="ab") as bench:
+async def test_adapters_named_at_start_are_loaded(running: Running) -> None:
+    async with running(at_start="ab") as bench:
         assert [info.name for info in bench.engine.adapters()] == ["a", "b"]
 
 
@@ -269,8 +287,8 @@ async def test_an_adapter_that_fails_at_start_stops_the_engine(
         bench.submit()
 
 
-async def test_an_adapter_can_be_loaded_while_others_answer(tmp_path: Path) -> None:
-    async with running(tmp_path, at_start="a") as bench:
+async def test_an_adapter_can_be_loaded_while_others_answer(running: Running) -> None:
+    async with running(at_start="a") as bench:
         long = bench.submit("a", max_tokens=20)
         info = await bench.engine.load_adapter("b", bench.source("b"), pinned=True)
         assert (info.name, info.pinned) == ("b", True)
@@ -278,8 +296,8 @@ async def test_an_adapter_can_be_loaded_while_others_answer(tmp_path: Path) -> N
         assert (await outcome(long)).tokens == following(20, "a")
 
 
-async def test_an_adapter_can_be_unloaded_while_it_answers(tmp_path: Path) -> None:
-    async with running(tmp_path, at_start="a") as bench:
+async def test_an_adapter_can_be_unloaded_while_it_answers(running: Running) -> None:
+    async with running(at_start="a") as bench:
         bench.worker.step_gate.clear()
         stream = bench.submit("a")
         await bench.hold_step()
@@ -292,8 +310,8 @@ async def test_an_adapter_can_be_unloaded_while_it_answers(tmp_path: Path) -> No
         assert (await outcome(stream)).tokens == following(4, "a")
 
 
-async def test_an_adapter_can_be_replaced_while_it_answers(tmp_path: Path) -> None:
-    async with running(tmp_path, at_start="a") as bench:
+async def test_an_adapter_can_be_replaced_while_it_answers(running: Running) -> None:
+    async with running(at_start="a") as bench:
         old = bench.submit("a", max_tokens=20)
         await bench.engine.load_adapter("a", bench.source("new"), load_inplace=True)
         new = bench.submit("a")
@@ -301,8 +319,8 @@ async def test_an_adapter_can_be_replaced_while_it_answers(tmp_path: Path) -> No
         assert (await outcome(new)).tokens == following(4, "new")
 
 
-async def test_reading_an_adapter_delays_no_step(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_reading_an_adapter_delays_no_step(running: Running) -> None:
+    async with running() as bench:
         bench.worker.read_gate.clear()
         loading = asyncio.create_task(bench.engine.load_adapter("a", bench.source("a")))
         assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
@@ -312,8 +330,8 @@ async def test_reading_an_adapter_delays_no_step(tmp_path: Path) -> None:
         assert (await loading).name == "a"
 
 
-async def test_of_two_loads_of_one_name_one_is_refused(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_of_two_loads_of_one_name_one_is_refused(running: Running) -> None:
+    async with running() as bench:
         results = await asyncio.gather(
             *(bench.engine.load_adapter("a", bench.source(s)) for s in ("s1", "s2")),
             return_exceptions=True,
@@ -322,16 +340,18 @@ async def test_of_two_loads_of_one_name_one_is_refused(tmp_path: Path) -> None:
         assert len(bench.engine.adapters()) == 1
 
 
-async def test_a_taken_name_is_refused_before_anything_is_read(tmp_path: Path) -> None:
-    async with running(tmp_path, at_start="a") as bench:
+async def test_a_taken_name_is_refused_before_anything_is_read(running: Running) -> None:
+    async with running(at_start="a") as bench:
         bench.worker.in_read.clear()
         with pytest.raises(AdapterExists):
             await bench.engine.load_adapter("a", bench.source("b"))
         assert not bench.worker.in_read.is_set()
 
 
-async def test_a_load_that_is_refused_leaves_the_engine_alive(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_load_that_is_refused_leaves_the_engine_alive(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running() as bench:
         with pytest.raises(AdapterRefused):
             await bench.engine.load_adapter("a", bench.source("bad"))
         with pytest.raises(AdapterSourceNotFound):
@@ -341,8 +361,8 @@ async def test_a_load_that_is_refused_leaves_the_engine_alive(tmp_path: Path) ->
         assert (await outcome(bench.submit())).tokens == following(4)
 
 
-async def test_a_call_that_is_cancelled_harms_nothing(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_call_that_is_cancelled_harms_nothing(running: Running) -> None:
+    async with running() as bench:
         bench.worker.step_gate.clear()
         stream = bench.submit()
         await bench.hold_step()
@@ -367,8 +387,8 @@ async def fail_in_step(bench: Bench) -> list[EngineStream]:
     return streams
 
 
-async def test_a_failed_step_ends_every_stream_with_an_error(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_failed_step_ends_every_stream_with_an_error(running: Running) -> None:
+    async with running() as bench:
         streams = await fail_in_step(bench)
         bench.worker.step_gate.set()
         for stream in streams:
@@ -377,8 +397,8 @@ async def test_a_failed_step_ends_every_stream_with_an_error(tmp_path: Path) -> 
                 assert "the device is lost" in (done.error or "")
 
 
-async def test_a_failed_engine_takes_nothing_new(tmp_path: Path) -> None:
-    async with running(tmp_path, at_start="a") as bench:
+async def test_a_failed_engine_takes_nothing_new(running: Running) -> None:
+    async with running(at_start="a") as bench:
         (stream, _) = await fail_in_step(bench)
         bench.worker.step_gate.set()
         await outcomes(stream, 2)
@@ -391,8 +411,8 @@ async def test_a_failed_engine_takes_nothing_new(tmp_path: Path) -> None:
             await bench.engine.unload_adapter("a")
 
 
-async def test_a_failed_engine_still_tells_its_state(tmp_path: Path) -> None:
-    async with running(tmp_path, at_start="a") as bench:
+async def test_a_failed_engine_still_tells_its_state(running: Running) -> None:
+    async with running(at_start="a") as bench:
         (stream, _) = await fail_in_step(bench)
         bench.worker.step_gate.set()
         await outcomes(stream, 2)
@@ -400,8 +420,8 @@ async def test_a_failed_engine_still_tells_its_state(tmp_path: Path) -> None:
         assert bench.engine.stats().num_steps == 0
 
 
-async def test_a_failed_step_ends_the_calls_that_wait(tmp_path: Path) -> None:
-    async with running(tmp_path, at_start="a") as bench:
+async def test_a_failed_step_ends_the_calls_that_wait(running: Running) -> None:
+    async with running(at_start="a") as bench:
         await fail_in_step(bench)
         unloading = asyncio.create_task(bench.engine.unload_adapter("a"))
         await asyncio.sleep(0)
@@ -410,8 +430,8 @@ async def test_a_failed_step_ends_the_calls_that_wait(tmp_path: Path) -> None:
             await unloading
 
 
-async def test_an_adapter_read_while_the_engine_fails_is_not_loaded(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_an_adapter_read_while_the_engine_fails_is_not_loaded(running: Running) -> None:
+    async with running() as bench:
         bench.worker.read_gate.clear()
         loading = asyncio.create_task(bench.engine.load_adapter("a", bench.source("a")))
         (stream, _) = await fail_in_step(bench)
@@ -424,12 +444,12 @@ async def test_an_adapter_read_while_the_engine_fails_is_not_loaded(tmp_path: Pa
 
 @pytest.mark.parametrize("command", ["add", "abort"])
 async def test_a_command_that_raises_is_a_failure(
-    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+    running: Running, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> None:
         raise ValueError("a bug")
 
-    async with running(tmp_path) as bench:
+    async with running() as bench:
         monkeypatch.setattr(bench.small.core, command, broken)
         bench.worker.step_gate.clear()
         stream = bench.submit()
@@ -440,12 +460,12 @@ async def test_a_command_that_raises_is_a_failure(
 
 
 async def test_a_worker_that_cannot_install_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: object) -> None:
         raise MemoryError("no room")
 
-    async with running(tmp_path) as bench:
+    async with running() as bench:
         monkeypatch.setattr(bench.worker, "install", broken)
         with pytest.raises(EngineStopped, match="no room"):
             await bench.engine.load_adapter("a", bench.source("a"))
@@ -454,8 +474,8 @@ async def test_a_worker_that_cannot_install_is_a_failure(
 # Stop
 
 
-async def test_stopping_ends_streams_and_keeps_what_they_had(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_stopping_ends_streams_and_keeps_what_they_had(running: Running) -> None:
+    async with running() as bench:
         bench.worker.step_gate.clear()
         stream = bench.submit(max_tokens=20)
         await bench.hold_step()
@@ -467,16 +487,16 @@ async def test_stopping_ends_streams_and_keeps_what_they_had(tmp_path: Path) -> 
         await stopping
 
 
-async def test_a_stopped_engine_takes_nothing_new(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_stopped_engine_takes_nothing_new(running: Running) -> None:
+    async with running() as bench:
         await bench.engine.stop()
         assert bench.engine.failure == "the engine has been stopped"
         with pytest.raises(EngineStopped, match="stopped"):
             bench.submit()
 
 
-async def test_nothing_is_taken_while_the_engine_stops(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_nothing_is_taken_while_the_engine_stops(running: Running) -> None:
+    async with running() as bench:
         stopping = asyncio.create_task(bench.engine.stop())
         await asyncio.sleep(0)
         with pytest.raises(EngineStopped):
@@ -484,8 +504,8 @@ async def test_nothing_is_taken_while_the_engine_stops(tmp_path: Path) -> None:
         await stopping
 
 
-async def test_an_adapter_read_while_the_engine_stops_is_not_loaded(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_an_adapter_read_while_the_engine_stops_is_not_loaded(running: Running) -> None:
+    async with running() as bench:
         bench.worker.read_gate.clear()
         loading = asyncio.create_task(bench.engine.load_adapter("a", bench.source("a")))
         assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
@@ -495,8 +515,8 @@ async def test_an_adapter_read_while_the_engine_stops_is_not_loaded(tmp_path: Pa
             await loading
 
 
-async def test_stopping_twice_waits_twice(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_stopping_twice_waits_twice(running: Running) -> None:
+    async with running() as bench:
         bench.worker.step_gate.clear()
         bench.submit()
         await bench.hold_step()
@@ -516,8 +536,8 @@ async def test_an_engine_that_was_not_started_takes_nothing(tmp_path: Path) -> N
         Bench(tmp_path).submit()
 
 
-async def test_a_failed_engine_can_be_stopped(tmp_path: Path) -> None:
-    async with running(tmp_path) as bench:
+async def test_a_failed_engine_can_be_stopped(running: Running) -> None:
+    async with running() as bench:
         (stream, _) = await fail_in_step(bench)
         bench.worker.step_gate.set()
         await outcomes(stream, 2)

@@ -1,7 +1,9 @@
-"""Requests and adapters in an engine without threads."""
+"""Requests and adapters in an engine without threads, whether it runs ahead or not."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +14,13 @@ from loramux.types import RequestId
 from tests.unit.small_engine import SmallEngine
 
 PROMPT = [1, 2, 3, 4, 5]
+
+Make = Callable[..., SmallEngine]
+
+
+@pytest.fixture(params=[False, True], ids=["waits", "runs-ahead"])
+def make(request: pytest.FixtureRequest) -> Make:
+    return partial(SmallEngine, runs_ahead=request.param)
 
 
 def answer(engine: SmallEngine, model: str | None = None, **params: Any) -> Any:
@@ -29,8 +38,8 @@ def following(count: int, adapter_id: str | None = None) -> list[int]:
 # Answers
 
 
-def test_each_model_has_its_own_answer_in_one_batch() -> None:
-    engine = SmallEngine(adapters=["a", "b"])
+def test_each_model_has_its_own_answer_in_one_batch(make: Make) -> None:
+    engine = make(adapters=["a", "b"])
     ids = {model: engine.submit(model, PROMPT, max_tokens=4) for model in (None, "a", "b")}
     engine.run()
     for model, request_id in ids.items():
@@ -38,8 +47,8 @@ def test_each_model_has_its_own_answer_in_one_batch() -> None:
     assert engine.core.stats().max_step_adapters == 2
 
 
-def test_more_adapters_than_slots_are_all_answered() -> None:
-    engine = SmallEngine(num_slots=1, adapters=["a", "b", "c"])
+def test_more_adapters_than_slots_are_all_answered(make: Make) -> None:
+    engine = make(num_slots=1, adapters=["a", "b", "c"])
     ids = {model: engine.submit(model, PROMPT, max_tokens=4) for model in "abcab"}
     engine.run()
     for model, request_id in ids.items():
@@ -47,8 +56,8 @@ def test_more_adapters_than_slots_are_all_answered() -> None:
     assert engine.core.stats().max_step_adapters == 1
 
 
-def test_a_preempted_request_has_the_same_answer() -> None:
-    engine = SmallEngine(num_blocks=8, max_step_tokens=32)
+def test_a_preempted_request_has_the_same_answer(make: Make) -> None:
+    engine = make(num_blocks=8, max_step_tokens=32)
     ids = [engine.submit(None, [i] * 12, max_tokens=8) for i in range(2)]
     engine.run()
     assert engine.core.stats().preemptions == 1
@@ -56,8 +65,8 @@ def test_a_preempted_request_has_the_same_answer() -> None:
         assert engine.outcomes[request_id][0].tokens == expected_tokens(None, [i] * 12, 8)
 
 
-def test_completions_of_one_request_are_numbered_and_differ() -> None:
-    engine = SmallEngine()
+def test_completions_of_one_request_are_numbered_and_differ(make: Make) -> None:
+    engine = make()
     request_id = engine.submit(None, PROMPT, n=3, temperature=1.0, seed=7, max_tokens=4)
     engine.run()
     assert [outcome.tokens for outcome in engine.outcomes[request_id]] == [
@@ -65,86 +74,86 @@ def test_completions_of_one_request_are_numbered_and_differ() -> None:
     ]
 
 
-def test_max_tokens_end_for_length() -> None:
-    outcome = answer(SmallEngine(), max_tokens=3)
+def test_max_tokens_end_for_length(make: Make) -> None:
+    outcome = answer(make(), max_tokens=3)
     assert (len(outcome.tokens), outcome.finish_reason) == (3, "length")
 
 
-def test_the_context_ends_for_length() -> None:
-    outcome = answer(SmallEngine(max_model_len=9))
+def test_the_context_ends_for_length(make: Make) -> None:
+    outcome = answer(make(max_model_len=9))
     assert (len(outcome.tokens), outcome.finish_reason) == (4, "length")
 
 
-def test_eos_ends_without_a_reason_and_without_its_text() -> None:
+def test_eos_ends_without_a_reason_and_without_its_text(make: Make) -> None:
     tokens = following(3)
-    outcome = answer(SmallEngine(eos=tokens[2:3]))
+    outcome = answer(make(eos=tokens[2:3]))
     assert (outcome.tokens, outcome.finish_reason, outcome.stop_reason) == (tokens, "stop", None)
     assert outcome.text == "".join(map(chr, tokens[:2]))
 
 
-def test_ignored_eos_is_an_ordinary_token() -> None:
-    outcome = answer(SmallEngine(eos=following(1)), ignore_eos=True, max_tokens=2)
+def test_ignored_eos_is_an_ordinary_token(make: Make) -> None:
+    outcome = answer(make(eos=following(1)), ignore_eos=True, max_tokens=2)
     assert outcome.tokens == following(2)
 
 
-def test_a_stop_token_ends_and_is_the_reason() -> None:
+def test_a_stop_token_ends_and_is_the_reason(make: Make) -> None:
     tokens = following(3)
-    outcome = answer(SmallEngine(), stop_token_ids=tokens[2:])
+    outcome = answer(make(), stop_token_ids=tokens[2:])
     assert (outcome.tokens, outcome.stop_reason) == (tokens, tokens[2])
 
 
-def test_a_stop_string_over_two_tokens_ends_and_is_cut_off() -> None:
+def test_a_stop_string_over_two_tokens_ends_and_is_cut_off(make: Make) -> None:
     tokens = following(3)
     stop = "".join(map(chr, tokens[1:]))
-    outcome = answer(SmallEngine(), stop=stop)
+    outcome = answer(make(), stop=stop)
     assert (outcome.tokens, outcome.text, outcome.stop_reason) == (tokens, chr(tokens[0]), stop)
 
 
-def test_a_stop_string_can_be_kept() -> None:
+def test_a_stop_string_can_be_kept(make: Make) -> None:
     tokens = following(2)
     text = "".join(map(chr, tokens))
-    outcome = answer(SmallEngine(), stop=text, include_stop_str_in_output=True)
+    outcome = answer(make(), stop=text, include_stop_str_in_output=True)
     assert outcome.text == text
 
 
-def test_ends_are_avoided_until_min_tokens() -> None:
+def test_ends_are_avoided_until_min_tokens(make: Make) -> None:
     ends = following(1)
-    outcome = answer(SmallEngine(eos=ends), min_tokens=2, max_tokens=4)
+    outcome = answer(make(eos=ends), min_tokens=2, max_tokens=4)
     assert outcome.tokens[0] not in ends
     assert outcome.tokens[:2] == expected_tokens(None, PROMPT, 2, min_tokens=2, ends=ends)
 
 
 @pytest.mark.parametrize("max_step_tokens", [4, 32])
-def test_prompt_logprobs_come_once_and_whole(max_step_tokens: int) -> None:
-    engine = SmallEngine(max_step_tokens=max_step_tokens)
+def test_prompt_logprobs_come_once_and_whole(make: Make, max_step_tokens: int) -> None:
+    engine = make(max_step_tokens=max_step_tokens)
     outcome = answer(engine, prompt_logprobs=1, max_tokens=3)
     assert outcome.prompt_logprobs == [(None, *expected_prompt_logprobs(None, PROMPT, 1))]
 
 
-def test_prompt_logprobs_of_one_token_are_one_none() -> None:
-    engine = SmallEngine()
+def test_prompt_logprobs_of_one_token_are_one_none(make: Make) -> None:
+    engine = make()
     request_id = engine.submit(None, [7], prompt_logprobs=0, max_tokens=1)
     engine.run()
     assert engine.outcomes[request_id][0].prompt_logprobs == [(None,)]
 
 
-def test_each_completion_has_the_prompt_logprobs() -> None:
-    engine = SmallEngine()
+def test_each_completion_has_the_prompt_logprobs(make: Make) -> None:
+    engine = make()
     request_id = engine.submit(None, PROMPT, n=2, prompt_logprobs=0, max_tokens=2)
     engine.run()
     assert [len(outcome.prompt_logprobs) for outcome in engine.outcomes[request_id]] == [1, 1]
 
 
-def test_a_prompt_that_was_not_read_to_its_end_has_no_logprobs() -> None:
-    engine = SmallEngine(max_step_tokens=4)
+def test_a_prompt_that_was_not_read_to_its_end_has_no_logprobs(make: Make) -> None:
+    engine = make(max_step_tokens=4)
     request_id = engine.submit(None, PROMPT * 2, prompt_logprobs=0, max_tokens=2)
     engine.step()
     engine.abort(request_id)
     assert engine.outcomes[request_id][0].prompt_logprobs == []
 
 
-def test_an_error_in_one_row_ends_that_row_alone() -> None:
-    engine = SmallEngine()
+def test_an_error_in_one_row_ends_that_row_alone(make: Make) -> None:
+    engine = make()
     bad, good = (engine.submit(None, PROMPT, max_tokens=3) for _ in range(2))
     engine.step()
     engine.worker.row_errors[RequestId(f"{bad}/0")] = "the logits are NaN"
@@ -159,18 +168,20 @@ def test_an_error_in_one_row_ends_that_row_alone() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_an_abort_ends_every_completion_and_frees_all(steps: int) -> None:
-    engine = SmallEngine(max_num_seqs=2, max_step_tokens=4, adapters=["a"])
+def test_an_abort_ends_every_completion_and_frees_all(make: Make, steps: int) -> None:
+    engine = make(max_num_seqs=2, max_step_tokens=4, adapters=["a"])
     request_id = engine.submit("a", PROMPT, n=3, max_tokens=8)
     for _ in range(steps):
         engine.step()
     engine.abort(request_id)
     assert [o.finish_reason for o in engine.outcomes[request_id]] == ["abort"] * 3
+    assert engine.core.stats().kv_blocks_used == 0
+    engine.run()
     engine.check_idle()
 
 
-def test_an_abort_shows_the_text_held_back() -> None:
-    engine = SmallEngine()
+def test_an_abort_shows_the_text_held_back(make: Make) -> None:
+    engine = make()
     first = following(1)[0]
     request_id = engine.submit(None, PROMPT, stop=chr(first) + "never", max_tokens=8)
     engine.step()
@@ -179,23 +190,23 @@ def test_an_abort_shows_the_text_held_back() -> None:
     assert engine.outcomes[request_id][0].text == chr(first)
 
 
-def test_a_second_abort_does_nothing() -> None:
-    engine = SmallEngine()
+def test_a_second_abort_does_nothing(make: Make) -> None:
+    engine = make()
     request_id = engine.submit(None, PROMPT)
     engine.abort(request_id)
     assert engine.core.abort(request_id) == []
     assert engine.core.stats().requests_aborted == 1
 
 
-def test_an_abort_after_the_end_does_nothing() -> None:
-    engine = SmallEngine()
+def test_an_abort_after_the_end_does_nothing(make: Make) -> None:
+    engine = make()
     request_id = engine.submit(None, PROMPT, max_tokens=1)
     engine.run()
     assert engine.core.abort(request_id) == []
 
 
-def test_an_abort_leaves_other_requests_alone() -> None:
-    engine = SmallEngine()
+def test_an_abort_leaves_other_requests_alone(make: Make) -> None:
+    engine = make()
     one, other = engine.submit(None, PROMPT, max_tokens=6), engine.submit(None, [9], max_tokens=6)
     engine.step()
     engine.abort(one)
@@ -206,8 +217,8 @@ def test_an_abort_leaves_other_requests_alone() -> None:
 # Adapters
 
 
-def test_an_unloaded_adapter_finishes_its_requests() -> None:
-    engine = SmallEngine(adapters=["a"])
+def test_an_unloaded_adapter_finishes_its_requests(make: Make) -> None:
+    engine = make(adapters=["a"])
     running, waiting = (engine.submit("a", PROMPT, max_tokens=4) for _ in range(2))
     engine.step()
     engine.unload("a")
@@ -217,8 +228,8 @@ def test_an_unloaded_adapter_finishes_its_requests() -> None:
         assert engine.outcomes[request_id][0].tokens == following(4, "a")
 
 
-def test_an_unloaded_adapter_is_freed_after_its_last_request() -> None:
-    engine = SmallEngine(adapters=["a"])
+def test_an_unloaded_adapter_is_freed_after_its_last_request(make: Make) -> None:
+    engine = make(adapters=["a"])
     engine.submit("a", PROMPT, max_tokens=2)
     engine.step()
     engine.unload("a")
@@ -227,22 +238,22 @@ def test_an_unloaded_adapter_is_freed_after_its_last_request() -> None:
     assert engine.core.stats().adapter_bytes == 0
 
 
-def test_an_unloaded_idle_adapter_is_freed_at_once() -> None:
-    engine = SmallEngine(adapters=["a"])
+def test_an_unloaded_idle_adapter_is_freed_at_once(make: Make) -> None:
+    engine = make(adapters=["a"])
     answer(engine, "a", max_tokens=1)
     engine.unload("a")
     assert (engine.worker.installed, engine.worker.slots) == ({}, {})
 
 
-def test_an_unloaded_name_is_unknown() -> None:
-    engine = SmallEngine(adapters=["a"])
+def test_an_unloaded_name_is_unknown(make: Make) -> None:
+    engine = make(adapters=["a"])
     engine.unload("a")
     with pytest.raises(UnknownModel):
         engine.submit("a", PROMPT)
 
 
-def test_a_replaced_adapter_finishes_its_requests_while_new_ones_get_the_new() -> None:
-    engine = SmallEngine()
+def test_a_replaced_adapter_finishes_its_requests_while_new_ones_get_the_new(make: Make) -> None:
+    engine = make()
     engine.load("a", "old")
     before = engine.submit("a", PROMPT, max_tokens=4)
     engine.step()
@@ -255,8 +266,8 @@ def test_a_replaced_adapter_finishes_its_requests_while_new_ones_get_the_new() -
     assert list(engine.worker.installed) == ["new"]
 
 
-def test_a_waiting_request_keeps_the_adapter_its_name_meant() -> None:
-    engine = SmallEngine()
+def test_a_waiting_request_keeps_the_adapter_its_name_meant(make: Make) -> None:
+    engine = make()
     engine.load("a", "old")
     request_id = engine.submit("a", PROMPT, max_tokens=4)
     engine.load("a", "new", replace=True)
@@ -264,8 +275,8 @@ def test_a_waiting_request_keeps_the_adapter_its_name_meant() -> None:
     assert engine.outcomes[request_id][0].tokens == following(4, "old")
 
 
-def test_the_same_bytes_under_two_names_are_kept_once() -> None:
-    engine = SmallEngine(adapter_bytes={"same": 70})
+def test_the_same_bytes_under_two_names_are_kept_once(make: Make) -> None:
+    engine = make(adapter_bytes={"same": 70})
     engine.load("a", "same")
     engine.load("b", "same")
     for name in "ab":
@@ -274,8 +285,8 @@ def test_the_same_bytes_under_two_names_are_kept_once() -> None:
     assert (len(engine.worker.installed), len(engine.worker.slots)) == (1, 1)
 
 
-def test_bytes_live_until_the_last_of_their_names_goes() -> None:
-    engine = SmallEngine()
+def test_bytes_live_until_the_last_of_their_names_goes(make: Make) -> None:
+    engine = make()
     engine.load("a", "same")
     engine.load("b", "same")
     engine.unload("a")
@@ -284,8 +295,8 @@ def test_bytes_live_until_the_last_of_their_names_goes() -> None:
     assert engine.worker.installed == {}
 
 
-def test_an_unloaded_adapter_can_be_loaded_again_while_its_requests_run() -> None:
-    engine = SmallEngine(adapters=["a"])
+def test_an_unloaded_adapter_can_be_loaded_again_while_its_requests_run(make: Make) -> None:
+    engine = make(adapters=["a"])
     request_id = engine.submit("a", PROMPT, max_tokens=4)
     engine.step()
     engine.unload("a")
@@ -295,23 +306,23 @@ def test_an_unloaded_adapter_can_be_loaded_again_while_its_requests_run() -> Non
     assert engine.outcomes[request_id][0].tokens == following(4, "a")
 
 
-def test_an_adapter_that_is_too_large_leaves_nothing_behind() -> None:
-    engine = SmallEngine(adapter_bytes={"huge": 101})
+def test_an_adapter_that_is_too_large_leaves_nothing_behind(make: Make) -> None:
+    engine = make(adapter_bytes={"huge": 101})
     with pytest.raises(AdapterRefused, match="--device-cache 101"):
         engine.load("a", "huge")
     assert engine.worker.installed == {}
     engine.check_idle()
 
 
-def test_a_replacement_that_is_refused_leaves_the_old_adapter() -> None:
-    engine = SmallEngine(adapters=["a"], adapter_bytes={"huge": 101})
+def test_a_replacement_that_is_refused_leaves_the_old_adapter(make: Make) -> None:
+    engine = make(adapters=["a"], adapter_bytes={"huge": 101})
     with pytest.raises(AdapterRefused):
         engine.load("a", "huge", replace=True)
     assert answer(engine, "a", max_tokens=2).tokens == following(2, "a")
 
 
-def test_a_taken_name_leaves_nothing_behind() -> None:
-    engine = SmallEngine(adapters=["a"])
+def test_a_taken_name_leaves_nothing_behind(make: Make) -> None:
+    engine = make(adapters=["a"])
     with pytest.raises(AdapterExists):
         engine.load("a", "other")
     assert list(engine.worker.installed) == ["a"]
@@ -320,30 +331,30 @@ def test_a_taken_name_leaves_nothing_behind() -> None:
 # Pins
 
 
-def test_a_pin_without_a_slot_for_others_leaves_nothing_behind() -> None:
-    engine = SmallEngine(num_slots=1)
+def test_a_pin_without_a_slot_for_others_leaves_nothing_behind(make: Make) -> None:
+    engine = make(num_slots=1)
     with pytest.raises(AdapterRefused, match="--max-loras 2"):
         engine.load("a", pinned=True)
     assert engine.worker.installed == {}
 
 
-def test_a_pinned_adapter_keeps_its_slot_while_others_come_and_go() -> None:
-    engine = SmallEngine()
+def test_a_pinned_adapter_keeps_its_slot_while_others_come_and_go(make: Make) -> None:
+    engine = make()
     for name in "abc":
         engine.load(name, pinned=name == "a")
         answer(engine, name, max_tokens=1)
     assert set(engine.worker.slots.values()) == {"a", "c"}
 
 
-def test_a_pinned_adapter_can_be_replaced_by_a_pinned_one() -> None:
-    engine = SmallEngine(num_slots=2)
+def test_a_pinned_adapter_can_be_replaced_by_a_pinned_one(make: Make) -> None:
+    engine = make(num_slots=2)
     engine.load("a", "old", pinned=True)
     engine.load("a", "new", pinned=True, replace=True)
     assert [info.pinned for info in engine.core.adapters.infos()] == [True]
 
 
-def test_the_pin_of_a_replaced_adapter_is_gone_while_its_requests_run() -> None:
-    engine = SmallEngine(num_slots=2)
+def test_the_pin_of_a_replaced_adapter_is_gone_while_its_requests_run(make: Make) -> None:
+    engine = make(num_slots=2)
     engine.load("a", "old", pinned=True)
     engine.submit("a", PROMPT, max_tokens=4)
     engine.step()
@@ -351,8 +362,8 @@ def test_the_pin_of_a_replaced_adapter_is_gone_while_its_requests_run() -> None:
     engine.load("b", pinned=True)
 
 
-def test_the_pin_of_an_unloaded_adapter_is_gone_while_its_requests_run() -> None:
-    engine = SmallEngine(num_slots=2)
+def test_the_pin_of_an_unloaded_adapter_is_gone_while_its_requests_run(make: Make) -> None:
+    engine = make(num_slots=2)
     engine.load("a", pinned=True)
     engine.submit("a", PROMPT, max_tokens=4)
     engine.step()
@@ -360,16 +371,16 @@ def test_the_pin_of_an_unloaded_adapter_is_gone_while_its_requests_run() -> None
     engine.load("b", pinned=True)
 
 
-def test_a_second_pinned_name_of_one_adapter_takes_no_second_pin() -> None:
-    engine = SmallEngine(num_slots=2, adapter_bytes={"same": 60})
+def test_a_second_pinned_name_of_one_adapter_takes_no_second_pin(make: Make) -> None:
+    engine = make(num_slots=2, adapter_bytes={"same": 60})
     engine.load("a", "same", pinned=True)
     engine.load("b", "same", pinned=True)
     engine.unload("a")
     assert [info.pinned for info in engine.core.adapters.infos()] == [True]
 
 
-def test_a_pin_must_leave_room_for_the_adapters_that_are_known() -> None:
-    engine = SmallEngine(adapter_bytes={"a": 60, "b": 50})
+def test_a_pin_must_leave_room_for_the_adapters_that_are_known(make: Make) -> None:
+    engine = make(adapter_bytes={"a": 60, "b": 50})
     engine.load("a")
     with pytest.raises(AdapterRefused, match="--device-cache 110"):
         engine.load("b", pinned=True)
@@ -378,16 +389,16 @@ def test_a_pin_must_leave_room_for_the_adapters_that_are_known() -> None:
 # Failure
 
 
-def test_a_failed_step_is_raised() -> None:
-    engine = SmallEngine()
+def test_a_failed_step_is_raised(make: Make) -> None:
+    engine = make()
     engine.submit(None, PROMPT)
     engine.worker.failure = RuntimeError("the device is lost")
     with pytest.raises(RuntimeError, match="the device is lost"):
         engine.step()
 
 
-def test_a_failed_engine_takes_no_further_step() -> None:
-    engine = SmallEngine()
+def test_a_failed_engine_takes_no_further_step(make: Make) -> None:
+    engine = make()
     engine.submit(None, PROMPT)
     engine.worker.failure = RuntimeError("the device is lost")
     with pytest.raises(RuntimeError):
@@ -400,15 +411,15 @@ def test_a_failed_engine_takes_no_further_step() -> None:
 # Counters
 
 
-def test_tokens_and_steps_are_counted() -> None:
-    engine = SmallEngine(max_step_tokens=4)
+def test_tokens_and_steps_are_counted(make: Make) -> None:
+    engine = make(max_step_tokens=4)
     answer(engine, max_tokens=3)
     stats = engine.core.stats()
     assert (stats.num_steps, stats.prompt_tokens, stats.output_tokens) == (4, 5, 3)
 
 
-def test_slot_loads_and_evictions_are_counted() -> None:
-    engine = SmallEngine(num_slots=1, adapters=["a", "b"])
+def test_slot_loads_and_evictions_are_counted(make: Make) -> None:
+    engine = make(num_slots=1, adapters=["a", "b"])
     for name in "aab":
         answer(engine, name, max_tokens=1)
     engine.unload("b")
@@ -416,16 +427,16 @@ def test_slot_loads_and_evictions_are_counted() -> None:
     assert (stats.slot_loads, stats.slot_evictions) == (2, 1)
 
 
-def test_requests_that_finish_and_that_are_aborted_are_counted_apart() -> None:
-    engine = SmallEngine()
+def test_requests_that_finish_and_that_are_aborted_are_counted_apart(make: Make) -> None:
+    engine = make()
     answer(engine, max_tokens=1)
     engine.abort(engine.submit(None, PROMPT))
     stats = engine.core.stats()
     assert (stats.requests_finished, stats.requests_aborted) == (1, 1)
 
 
-def test_an_adapter_shows_its_slot_and_its_requests() -> None:
-    engine = SmallEngine(adapters=["a"])
+def test_an_adapter_shows_its_slot_and_its_requests(make: Make) -> None:
+    engine = make(adapters=["a"])
     engine.submit("a", PROMPT, n=2, max_tokens=4)
     engine.step()
     (info,) = engine.core.adapters.infos()

@@ -40,7 +40,8 @@ def params(draw: st.DrawFn) -> dict[str, Any]:
         "stop": draw(st.sampled_from(((), tuple(map(chr, range(60, 70)))))),
         "include_stop_str_in_output": draw(st.booleans()),
         "logprobs": draw(st.sampled_from((None, 1))),
-        "prompt_logprobs": draw(st.sampled_from((None, 0, 2))),
+        "prompt_logprobs": draw(st.sampled_from((None, None, 0, 2))),
+        "presence_penalty": draw(st.sampled_from((0.0, 0.0, 0.0, 1.0))),
     }
 
 
@@ -61,6 +62,8 @@ class Named:
 
 class EngineWalk(RuleBasedStateMachine):
     """Two slots, nine blocks, six adapters: whatever can run out does."""
+
+    runs_ahead = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +89,7 @@ class EngineWalk(RuleBasedStateMachine):
             max_model_len=32,
             eos=EOS,
             adapter_bytes=SIZES,
+            runs_ahead=self.runs_ahead,
         )
         for name in NAMES[:3]:
             self.engine.load(name, f"s{NAMES.index(name)}")
@@ -113,8 +117,12 @@ class EngineWalk(RuleBasedStateMachine):
     @rule(count=st.sampled_from((1, 3, 9)))
     def step(self, count: int) -> None:
         for _ in range(count):
-            running = [s for s in self.engine.sequences if s.running]
-            first = min(running, key=lambda s: s.arrival, default=None)
+            # Two steps are launched at once when none is outstanding, and one that arrived before
+            # the first of the running may start with the first of them.
+            first = None
+            if self.engine.worker.num_outstanding or not self.runs_ahead:
+                running = [s for s in self.engine.sequences if s.running]
+                first = min(running, key=lambda s: s.arrival, default=None)
             preemptions = first and first.num_preemptions
             deltas = self.engine.step()
             assert not first or first.num_preemptions == preemptions, "the first was preempted"
@@ -202,5 +210,13 @@ class EngineWalk(RuleBasedStateMachine):
         return sum(SIZES[source] for source in pinned)
 
 
+class AheadWalk(EngineWalk):
+    """The same with a step in flight between the moves."""
+
+    runs_ahead = True
+
+
 EngineWalk.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
 TestEngineWalk = EngineWalk.TestCase
+AheadWalk.TestCase.settings = EngineWalk.TestCase.settings
+TestAheadWalk = AheadWalk.TestCase

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from loramux.adapters.residency import Residency
-from loramux.plan import SlotClear, SlotLoad
+from loramux.plan import PENDING_TOKEN, SlotClear, SlotLoad
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.request import Request
-from loramux.scheduling.scheduler import Limits, Scheduler
+from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
 
 
@@ -54,21 +54,30 @@ class Bench:
 
     def step(self) -> dict[str, int]:
         """Run a step; the number of tokens of each request in it, in the plan's order."""
+        self.last = self.launch()
+        self.commit(self.last)
+        return counts(self.last)
+
+    def launch(self) -> Step:
         step = self.scheduler.schedule()
         assert step is not None
         self.scheduler.check()
+        return step
+
+    def commit(self, step: Step) -> None:
         for request, part in zip(step.requests, step.plan.sequences, strict=True):
-            request.num_computed += len(part.token_ids)
             request.prompt_logprobs += [TokenLogprobs(t, -1.0) for t in part.next_prompt_tokens]
             if part.sample is not None:
-                request.tokens.append(9)
+                request.land(9)
         self.scheduler.check()
-        self.last = step
-        return {part.request_id: len(part.token_ids) for part in step.plan.sequences}
 
     def remove(self, request: Request) -> None:
         self.scheduler.remove(request)
         self.scheduler.check()
+
+
+def counts(step: Step) -> dict[str, int]:
+    return {part.request_id: len(part.token_ids) for part in step.plan.sequences}
 
 
 def test_without_work_there_is_no_step() -> None:
@@ -400,3 +409,87 @@ def test_what_can_never_run_is_not_taken(length: int) -> None:
 def test_a_step_must_hold_a_token_of_each_sequence() -> None:
     with pytest.raises(AssertionError, match="token a step"):
         Bench(max_num_seqs=4, max_step_tokens=3)
+
+
+# Steps scheduled while the one before runs
+
+
+def test_a_sequence_goes_on_with_the_token_that_is_pending() -> None:
+    bench = Bench()
+    request = bench.add(7)
+    first = bench.launch()
+    (part,) = bench.launch().plan.sequences
+    assert part.sample is not None
+    assert (part.token_ids, part.start, part.sample.position) == ([PENDING_TOKEN], 7, 1)
+    assert part.sample.tokens == list(range(7))
+    bench.commit(first)
+    assert (request.tokens, request.num_in_flight) == ([*range(7), 9], 1)
+
+
+def test_a_prompt_is_read_on_before_its_first_chunk_is_done() -> None:
+    bench = Bench(max_step_tokens=4)
+    bench.add(10)
+    parts = [bench.launch().plan.sequences[0] for _ in range(4)]
+    assert [part.start for part in parts] == [0, 4, 8, 10]
+    assert [part.token_ids for part in parts[2:]] == [[8, 9], [PENDING_TOKEN]]
+
+
+def test_a_sequence_that_a_pending_token_ends_takes_no_part() -> None:
+    bench = Bench()
+    bench.add(4, room=1)
+    bench.add(4)
+    bench.launch()
+    assert counts(bench.launch()) == {"r1": 1}
+
+
+def test_a_sequence_that_a_pending_token_ends_gives_up_blocks_slot_and_place() -> None:
+    bench = Bench(num_blocks=2, num_slots=1, max_num_seqs=1)
+    ending = bench.add(7, "a", room=1)
+    bench.add(7, "b", room=1)
+    step = bench.launch()
+    assert counts(bench.launch()) == {"r1": 7}
+    bench.commit(step)
+    bench.remove(ending)
+    assert ending.tokens == [*range(7), 9]
+
+
+def test_without_anybody_to_take_part_there_is_work_and_no_step() -> None:
+    bench = Bench()
+    bench.add(4, room=1)
+    bench.launch()
+    assert bench.scheduler.schedule() is None
+    bench.scheduler.check()
+    assert bench.scheduler.has_work
+
+
+def test_a_sequence_preempted_with_a_token_in_flight_keeps_the_token() -> None:
+    bench = Bench(num_blocks=4)
+    first, second = bench.add(8), bench.add(8)
+    step = bench.launch()
+    assert counts(bench.launch()) == {"r0": 1}
+    assert (second.num_preemptions, second.num_in_flight, second.blocks) == (1, 1, [])
+    bench.commit(step)
+    bench.remove(first)
+    assert counts(bench.launch()) == {"r1": 9}
+
+
+def test_a_preempted_sequence_does_not_start_while_its_token_is_in_flight() -> None:
+    bench = Bench(num_blocks=4)
+    first, second = bench.add(8), bench.add(8)
+    step = bench.launch()
+    bench.launch()
+    bench.remove(first)
+    assert bench.scheduler.schedule() is None
+    bench.commit(step)
+    bench.launch()
+    assert second.running
+
+
+def test_a_removed_sequence_is_not_mistaken_for_another_with_its_id() -> None:
+    bench = Bench()
+    old = bench.add(4)
+    bench.remove(old)
+    bench.count = 0
+    new = bench.add(4)
+    assert (old.request_id, bench.scheduler.holds(old)) == (new.request_id, False)
+    assert bench.scheduler.holds(new)

@@ -233,6 +233,7 @@ class AsyncEngine:
         try:
             while self._run_commands(wait=not self._core.has_work):
                 self._send(self._core.step())
+            self._core.step()  # one may be in flight; its requests have been aborted
         except BaseException as error:
             log.exception("the engine has failed")
             failure = f"the engine has failed: {type(error).__name__}: {error}"

@@ -86,8 +86,13 @@ def assemble(
     tokenizer: PreTrainedTokenizerBase,
     options: EngineOptions,
     base_name: str,
+    *,
+    runs_ahead: bool = False,
 ) -> Parts:
-    """Build an engine around a model that is in memory. Raises as above."""
+    """Build an engine around a model that is in memory. Raises as above.
+
+    ``runs_ahead``: launch a step before the one before is known, also where that gains nothing.
+    """
     seam = AttentionSeam(model.model)
     anatomy = examine(model, seam)
     num_slots = options.adapters.max_loras
@@ -105,6 +110,7 @@ def assemble(
         max_step_tokens=options.scheduler.max_step_tokens,
         max_rank=options.adapters.max_rank,
         compiled=backends.compiled,
+        runs_ahead=runs_ahead or backends.compiled is not None,
     )
     worker.warm_up(_progress)
     if options.model.self_check:

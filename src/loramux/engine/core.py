@@ -1,4 +1,4 @@
-"""The engine without threads: one step is schedule, execute, commit."""
+"""The engine without threads: one step is schedule, launch, wait, commit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,22 @@ from loramux.adapters.catalog import Catalog
 from loramux.adapters.residency import Residency
 from loramux.engine.adapters import AdapterDesk
 from loramux.engine.answer import Answer
-from loramux.engine.interface import EngineText, Worker
+from loramux.engine.interface import EngineText, LaunchedStep, Worker
 from loramux.errors import EngineStopped
-from loramux.plan import SequenceResult
+from loramux.plan import SequenceResult, SequenceStep
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.types import Delta, EngineStats, RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """A step that has been launched and not committed."""
+
+    step: Step
+    launched: LaunchedStep
+    began: float
 
 
 @dataclass(slots=True)
@@ -59,12 +68,14 @@ class EngineCore:
             self._residency,
             forbidden_tokens=lambda request: self._answers[request.request_id].forbidden_tokens(),
         )
+        self._in_flight: _InFlight | None = None
+        self._committed_at = 0.0
         self._counters = _Counters()
         self._failure: str | None = None
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self._in_flight is not None or self._scheduler.has_work
 
     def check_alive(self) -> None:
         """Raise EngineStopped if a step has failed."""
@@ -91,9 +102,10 @@ class EngineCore:
         return deltas
 
     def step(self) -> list[Delta]:
-        """Run one step; the new tokens of all requests in it. Empty when there is no work.
+        """Complete one step; the new tokens of all requests in it. Empty when there is no work.
 
-        After any exception the engine is dead: EngineStopped is raised from then on.
+        The step after it may have been launched by then. After any exception the engine is dead:
+        EngineStopped is raised from then on.
         """
         self.check_alive()
         try:
@@ -102,6 +114,7 @@ class EngineCore:
             # The worker may have carried out half of its orders; going on could give an adapter's
             # requests the weights of another.
             self._failure = f"{type(error).__name__}: {error}"
+            self._in_flight = None
             raise
 
     def stats(self) -> EngineStats:
@@ -128,27 +141,45 @@ class EngineCore:
         )
 
     def check(self) -> None:
-        """Assert that scheduler, blocks, slots and answers agree."""
+        """Assert that scheduler, blocks, slots, answers and the step in flight agree."""
         self._scheduler.check()
         assert {r.request_id for r in self._scheduler.requests()} == self._answers.keys()
         self.adapters.check()
+        sampling: set[Request] = set()
+        if self._in_flight is not None:
+            step = self._in_flight.step
+            parts = zip(step.requests, step.plan.sequences, strict=True)
+            sampling = {request for request, part in parts if part.sample is not None}
+        for request in self._scheduler.requests():
+            assert request.num_in_flight == (request in sampling), "a token in flight is lost"
 
     def _step(self) -> list[Delta]:
-        started = time.perf_counter()
-        step = self._scheduler.schedule()
-        if step is None:
+        current = self._in_flight or self._launch()
+        if current is None:
             assert not self.has_work, "requests wait that can never run"
             return []
-        result = self._worker.execute(step.plan)
-        deltas = self._commit(step, result.sequences)
-        self._count(step, time.perf_counter() - started)
+        # The next step first, so that the device goes on while the host waits and commits.
+        self._in_flight = self._launch() if self._can_run_ahead_of(current.step) else None
+        result = current.launched.result()
+        deltas = self._commit(current.step, result.sequences)
+        self._count(current)
         return deltas
+
+    def _launch(self) -> _InFlight | None:
+        """Schedule and start a step; None when nobody can take part in one now."""
+        began = time.perf_counter()
+        step = self._scheduler.schedule()
+        return None if step is None else _InFlight(step, self._worker.launch(step.plan), began)
+
+    def _can_run_ahead_of(self, step: Step) -> bool:
+        return self._worker.runs_ahead and not any(map(_must_be_known, step.plan.sequences))
 
     def _commit(self, step: Step, results: Sequence[SequenceResult]) -> list[Delta]:
         deltas: list[Delta] = []
         for request, part, result in zip(step.requests, step.plan.sequences, results, strict=True):
             assert request.request_id == result.request_id, "results must keep the plan's order"
-            request.num_computed += len(part.token_ids)
+            if not self._scheduler.holds(request):
+                continue  # it has ended since the launch, so this row was computed in vain
             request.prompt_logprobs.extend(result.prompt_logprobs)
             answer = self._answers[request.request_id]
             if result.error is not None:
@@ -157,7 +188,7 @@ class EngineCore:
                 continue
             else:
                 assert result.token_id is not None, "a sample has neither token nor error"
-                request.tokens.append(result.token_id)
+                request.land(result.token_id)
                 delta = answer.push(result)
                 self._counters.output_tokens += 1
             if delta.finish_reason is not None:
@@ -171,13 +202,26 @@ class EngineCore:
         del self._answers[request.request_id]
         self.adapters.release(request.adapter_id)
 
-    def _count(self, step: Step, seconds: float) -> None:
-        counters = self._counters
+    def _count(self, done: _InFlight) -> None:
+        step, counters, now = done.step, self._counters, time.perf_counter()
         adapters = {r.adapter_id for r in step.requests if r.adapter_id is not None}
         counters.num_steps += 1
-        counters.step_seconds += seconds
+        # Where steps overlap, each counts from the end of the one before.
+        counters.step_seconds += now - max(done.began, self._committed_at)
+        self._committed_at = now
         counters.last_step_adapters = len(adapters)
         counters.max_step_adapters = max(counters.max_step_adapters, len(adapters))
         for request, part in zip(step.requests, step.plan.sequences, strict=True):
             end = part.start + len(part.token_ids)
             counters.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - part.start)
+
+
+def _must_be_known(part: SequenceStep) -> bool:
+    """Whether what a sequence does in the next step hangs on the result of this one."""
+    if part.prompt_logprobs is not None:
+        return True  # how many have been reported decides which ones are asked for
+    sample = part.sample
+    if sample is None:
+        return False
+    # Penalties look at every token of the output, and what is forbidden changes as it grows.
+    return sample.params.penalised or bool(sample.forbidden)

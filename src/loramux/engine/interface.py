@@ -18,8 +18,28 @@ from loramux.types import (
 )
 
 
+class LaunchedStep(Protocol):
+    """A step that the device runs, has run or will run."""
+
+    def result(self) -> StepResult:
+        """Wait for the step; results stand in the order of the plan's sequences.
+
+        Called once for each step, in the order of their launches; for none after a step has failed.
+        """
+        ...
+
+
 class Worker(Protocol):
-    """Carries out an engine's orders. ``testing.FakeWorker`` is one without a model."""
+    """Carries out an engine's orders. ``testing.FakeWorker`` is one without a model.
+
+    What a worker does on its device it does in the order of the calls. So whatever a launched step
+    reads (KV blocks, a slot's weights) may be given away at once: the new owner writes after it.
+    """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether it pays to launch a step before the result of the one before is known."""
+        ...
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
         """Read and check an adapter; the one method for any thread. Raises AdapterError."""
@@ -37,8 +57,8 @@ class Worker(Protocol):
         """Carry out slot orders outside a step."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; results stand in the order of the plan's sequences."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Start one step; at most one other, the one before it, has not handed out its result."""
         ...
 
 

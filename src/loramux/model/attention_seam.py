@@ -42,7 +42,7 @@ class AttentionSeam:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._modules: list[tuple[int, nn.Module]] = [
+        self._attention: list[tuple[int, nn.Module]] = [
             (module.layer_idx, module)  # type: ignore[misc]
             for module in model.modules()
             if hasattr(module, "layer_idx")
@@ -54,7 +54,7 @@ class AttentionSeam:
 
     def connect(self, handler_of: Callable[[int], Handler]) -> None:
         """Give every attention module what computes its layer."""
-        for layer, module in self._modules:
+        for layer, module in self._attention:
             setattr(module, _HANDLER, handler_of(layer))
 
 

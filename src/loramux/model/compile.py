@@ -1,4 +1,4 @@
-"""Compiles the decoder layers, so that what stands between the matrix products becomes few launches.
+"""Compiles the decoder layers, so that what stands between matrix products becomes few launches.
 
 All layers of one kind share a compilation, which holds for any number of rows from two on. The
 products, attention and LoRA are ops that the compiler does not look into (``ops/opaque.py``).
@@ -20,9 +20,7 @@ _MAX_VARIANTS = 64
 """Compilations of one piece of modelling code: forms of a step, times kinds of layers."""
 
 
-def compile_layers(
-    model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor"
-) -> int:
+def compile_layers(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> int:
     """Compile every decoder layer at its first call; the number of them."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     layers = list(decoder_layers(model))

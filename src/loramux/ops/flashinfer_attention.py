@@ -9,7 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from flashinfer import (  # pyright: ignore[reportMissingImports]
+    BatchDecodeWithPagedKVCacheWrapper,
+    BatchPrefillWithPagedKVCacheWrapper,
+)
 from torch import Tensor, nn
 
 from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence
@@ -97,7 +100,7 @@ class FlashInferAttention:
     @property
     def kv_bytes(self) -> int:
         """Device memory of all keys and values."""
-        return sum(c.nbytes for layer in self._layers.values() for c in (layer.keys, layer.values))
+        return sum(layer.num_bytes for layer in self._layers.values())
 
     @staticmethod
     def supports(layers: Mapping[int, AttentionLayer], dtype: torch.dtype) -> bool:
@@ -226,6 +229,7 @@ class _Layer(nn.Module):
         super().__init__()
         self.register_buffer("keys", keys, persistent=False)
         self.register_buffer("values", values, persistent=False)
+        self.num_bytes = keys.nbytes + values.nbytes
         self.backend = backend
         self.group = group
 

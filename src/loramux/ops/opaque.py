@@ -54,9 +54,9 @@ def register_lora(ops: AddsLora) -> int:
     return number
 
 
-# The ops change more than they say: attention writes keys and values, LoRA uses a workspace. Nothing
-# else in a compiled layer touches these, so no order is lost, and the compiler has no reason to
-# copy a whole cache before each call as it does for an argument that is declared to change.
+# The ops change more than they say: attention writes keys and values, LoRA uses a workspace.
+# Nothing else in a compiled layer touches these, so no order is lost, and the compiler has no
+# reason to copy a whole cache before a call, as it has for an argument that is declared to change.
 _LIBRARY = torch.library.Library("loramux", "DEF")
 _LIBRARY.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, int backend, int group)"

@@ -143,15 +143,26 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionPara
     rows = rows.reshape(batch, num_kv_heads, per_kv_head * num_queries, -1)
     if num_queries > 1:
         mask = mask.repeat(1, 1, per_kv_head, 1)
-    if params.softcap is None:
+    if params.softcap is None and k.shape[3] == v.shape[3]:
         answer = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=params.scale)
     else:
-        scores = (rows @ k.transpose(2, 3)) * params.scale
-        scores = params.softcap * torch.tanh(scores / params.softcap)
-        scores = scores.masked_fill(~mask, float("-inf"))
-        answer = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+        # One sequence at a time: how many there are can change the last bits of a batched product.
+        answer = torch.stack(
+            [_attend_plainly(*one, params) for one in zip(rows, k, v, mask, strict=True)]
+        )
     answer = answer.view(batch, num_kv_heads, per_kv_head, num_queries, -1)
     return answer.permute(0, 3, 1, 2, 4).reshape(batch, num_queries, num_heads, -1)
+
+
+def _attend_plainly(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionParams
+) -> Tensor:
+    """What scaled_dot_product_attention has no fast kernel for; one sequence, ``[heads, …]``."""
+    scores = (q @ k.transpose(1, 2)) * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
 
 
 def _padded_length(length: int) -> int:

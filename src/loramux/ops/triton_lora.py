@@ -282,7 +282,7 @@ def choose_tiles(in_features: int, block_rows: int, rank_bucket: int) -> Tiles:
 def rank_buckets(max_rank: int) -> tuple[int, ...]:
     """Ranks that launches are made for; each is a whole number of blocks of ranks."""
     largest = -(-max_rank // _MAX_RANK_BLOCK) * _MAX_RANK_BLOCK
-    return tuple(bucket for bucket in (16, _MAX_RANK_BLOCK) if bucket < largest) + (largest,)
+    return (*(bucket for bucket in (16, _MAX_RANK_BLOCK) if bucket < largest), largest)
 
 
 def _table_of(site: Site, tables: SlotTables) -> Tensor:

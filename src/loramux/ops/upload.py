@@ -1,4 +1,4 @@
-"""Small host arrays to fixed device buffers, while the device is still busy with the step before."""
+"""Host arrays to fixed device buffers, while the device is busy with the step before."""
 
 from __future__ import annotations
 

@@ -22,30 +22,49 @@ class Request:
     seed: int
     adapter_id: AdapterId | None
     tokens: list[int]
-    """Prompt and output. The last one has no KV entry until the next step."""
+    """Prompt and output as far as it is known. The last one has no KV entry until the next step."""
     num_prompt_tokens: int
     max_total_tokens: int
     """Prompt and output together may be this long."""
     arrival: int = 0
     """Place in the order of arrival, given by the scheduler."""
+    num_in_flight: int = 0
+    """Tokens that follow ``tokens``: launched steps sample them, and nobody knows them yet."""
     num_computed: int = 0
-    """Tokens whose keys and values are in ``blocks``."""
+    """Tokens whose keys and values are in ``blocks`` once all launched steps have run."""
     blocks: list[int] = field(default_factory=list)
     running: bool = False
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
-    def num_pending(self) -> int:
+    def num_tokens(self) -> int:
+        """Prompt and output, with the tokens in flight."""
+        return len(self.tokens) + self.num_in_flight
+
+    @property
+    def num_uncomputed(self) -> int:
         """Tokens still to be computed before the next one can be chosen."""
-        return len(self.tokens) - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
+        """Output, with the tokens in flight."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def ends_in_flight(self) -> bool:
+        """Whether a token in flight is the last one that there is room for."""
+        return self.num_in_flight > 0 and self.num_tokens >= self.max_total_tokens
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Some prompt log-probabilities were asked for and are not all known."""
         asked = self.params.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def land(self, token_id: int) -> None:
+        """Take the first token in flight, which is known now."""
+        assert self.num_in_flight, "a token that no step samples"
+        self.num_in_flight -= 1
+        self.tokens.append(token_id)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from loramux.adapters.residency import Residency
-from loramux.plan import Sample, SequenceStep, SlotOrder, StepPlan
+from loramux.plan import PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPlan
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.request import Request
 from loramux.types import AdapterId, RequestId
@@ -39,6 +39,13 @@ class Scheduler:
     its blocks, waits in its old place and is recomputed later. The running request that arrived
     first always goes on, because one sequence of the greatest length fits into the cache
     (``fits``), so every request ends.
+
+    A step may be scheduled while the one before it runs. Its sequences then go on with a token that
+    is not known yet (``PENDING_TOKEN``), and those that this token ends for lack of room take no
+    part. Blocks and slots that the running step reads are given away without waiting for it,
+    because the next step comes after it on the device. That also holds for the row of a request
+    that has ended meanwhile: what it writes, into blocks that were its own at its launch, comes
+    before anything that a new owner writes.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Scheduler:
         self._forbidden_tokens = forbidden_tokens
         self._waiting: list[Request] = []  # both lists in order of arrival
         self._running: list[Request] = []
+        self._ending: list[Request] = []  # only the result of a launched step is left to come
         self._num_arrived = 0
         self._by_id: dict[RequestId, Request] = {}
         self._running_adapters: Counter[AdapterId] = Counter()
@@ -71,11 +79,15 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._by_id)
 
     def requests(self) -> Iterator[Request]:
         """All requests that are not finished."""
         return iter(list(self._by_id.values()))
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request has not been removed, whoever has its id by now."""
+        return self._by_id.get(request.request_id) is request
 
     def fits(self, num_tokens: int) -> bool:
         """Whether one sequence of this length fits into the KV cache."""
@@ -92,21 +104,24 @@ class Scheduler:
         self._waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Forget a finished or aborted request, whether it runs or waits."""
+        """Forget a finished or aborted request, whether it runs, waits or is about to end."""
         del self._by_id[request.request_id]
         if request.running:
             self._stop_running(request)
+        elif request in self._ending:
+            self._ending.remove(request)
         else:
             self._waiting.remove(request)
 
     def schedule(self) -> Step | None:
-        """The next step, or None when there is no work."""
+        """The next step, or None when nobody can take part in one. It must be launched."""
+        self._retire()
         budget = self._limits.max_step_tokens - len(self._running)
         chosen: list[tuple[Request, int]] = []
         for request in list(self._running):
             if not request.running:
                 continue  # preempted in favour of an earlier request of this same step
-            count = min(request.num_pending, 1 + budget)
+            count = min(request.num_uncomputed, 1 + budget)
             if self._grow_or_preempt(request, count):
                 chosen.append((request, count))
                 budget -= count - 1
@@ -122,31 +137,41 @@ class Scheduler:
             # have adapters must not change that.
             chosen.sort(key=lambda item: self._residency.slot_of(item[0].adapter_id))
         plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
+        for (request, count), part in zip(chosen, plan.sequences, strict=True):
+            request.num_computed += count
+            request.num_in_flight += part.sample is not None
         return Step(plan, tuple(request for request, _ in chosen))
 
     def check(self) -> None:
         """Assert that the queues, blocks and slots agree."""
         self._blocks.check()
         self._residency.check()
-        assert set(self._by_id.values()) == {*self._waiting, *self._running}
-        assert len(self._by_id) == len(self._waiting) + len(self._running)
+        queued = [*self._waiting, *self._running, *self._ending]
+        assert set(self._by_id.values()) == set(queued)
+        assert len(self._by_id) == len(queued)
         held = [block for request in self._by_id.values() for block in request.blocks]
         assert len(held) == len(set(held)) == self._blocks.num_used, "blocks leaked or shared"
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_arrival), "the order of arrival is lost"
-        for request in self._waiting:
+        for request in (*self._waiting, *self._ending):
             assert not request.running
             assert not request.blocks
             assert request.num_computed == 0
         for request in self._running:
             assert request.running
-            assert request.num_computed < len(request.tokens)
-            assert self._num_blocks(request.num_computed) <= len(request.blocks)
+            assert 0 < request.num_computed < request.num_tokens <= request.max_total_tokens
+            assert self._num_blocks(request.num_computed) == len(request.blocks)
             if request.adapter_id is not None:
                 self._residency.slot_of(request.adapter_id)
         adapters = Counter(r.adapter_id for r in self._running if r.adapter_id is not None)
         assert adapters == self._running_adapters
         assert len(adapters) <= self._residency.num_slots
+
+    def _retire(self) -> None:
+        """Take blocks, slots and places from those that certainly end with a token in flight."""
+        for request in [r for r in self._running if r.ends_in_flight]:
+            self._stop_running(request)
+            self._ending.append(request)
 
     def _grow_or_preempt(self, request: Request, count: int) -> bool:
         """Find blocks for ``count`` more tokens, at the cost of requests that arrived later."""
@@ -168,7 +193,6 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self._stop_running(request)
-        request.num_computed = 0
         request.num_preemptions += 1
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # reported again, from the start
@@ -178,6 +202,7 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         self._running.remove(request)
         request.running = False
+        request.num_computed = 0
         self._blocks.free(request.blocks)
         request.blocks.clear()
         if request.adapter_id is not None:
@@ -191,6 +216,8 @@ class Scheduler:
         for request in list(self._waiting):
             if not budget or len(self._running) >= self._limits.max_num_seqs:
                 return
+            if request.num_in_flight:
+                return  # preempted just now: a prompt cannot be computed again with a token unknown
             if request.adapter_id in without_slot:
                 continue
             if not self._can_have_slot(request.adapter_id):
@@ -202,7 +229,7 @@ class Scheduler:
                 return
             if request.adapter_id is not None:
                 orders.extend(self._take_slot(request.adapter_id))
-            count = min(request.num_pending, budget)
+            count = min(request.num_uncomputed, budget)
             grown = self._grow(request, count)
             assert grown, "the blocks were counted a moment ago"
             self._waiting.remove(request)
@@ -229,19 +256,24 @@ class Scheduler:
 
     def _sequence_step(self, request: Request, count: int) -> SequenceStep:
         start, end = request.num_computed, request.num_computed + count
+        token_ids = request.tokens[start:end]
+        if request.num_in_flight:
+            assert not token_ids, "a token that is known stands before one that is not computed"
+            token_ids = [PENDING_TOKEN]
         sample = None
-        if end == len(request.tokens):
+        if end == request.num_tokens:
             sample = Sample(
                 params=request.params,
                 seed=request.seed,
                 tokens=request.tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
+                position=request.num_output_tokens,
                 forbidden=self._forbidden_tokens(request),
             )
         wants_prompt = request.wants_prompt_logprobs
         return SequenceStep(
             request_id=request.request_id,
-            token_ids=request.tokens[start:end],
+            token_ids=token_ids,
             start=start,
             block_table=tuple(request.blocks),
             slot=self._residency.slot_of(request.adapter_id),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
 from loramux.adapters.spec import PreparedAdapter
 from loramux.errors import AdapterRefused
 from loramux.plan import (
+    PENDING_TOKEN,
     SequenceResult,
     SequenceStep,
     SlotLoad,
@@ -69,6 +71,17 @@ def expected_prompt_logprobs(
     return [_logprob(context[:end], prompt[end], top) for end in range(1, len(prompt))]
 
 
+@dataclass(frozen=True, eq=False)
+class FakeLaunchedStep:
+    """Implements ``engine.interface.LaunchedStep``: ``hand_out`` takes the step and may refuse."""
+
+    outcome: StepResult
+    hand_out: Callable[[FakeLaunchedStep], StepResult]
+
+    def result(self) -> StepResult:
+        return self.hand_out(self)
+
+
 class FakeWorker:
     """Implements ``engine.interface.Worker``.
 
@@ -78,9 +91,13 @@ class FakeWorker:
     another token than ``expected_tokens``. Orders that no worker could carry out are assertion
     errors. The sizes are those of the engine under test.
 
+    A step is computed when it is launched, which is what a device that runs its steps in order
+    comes to; ``result`` only hands it out. With ``runs_ahead`` two steps may be outstanding.
+
     An adapter's id is its directory's name, which need not exist; its size is looked up in
     ``adapter_bytes`` and 1 otherwise; the directory ``bad`` is refused. From the moment ``failure``
-    is set, every step raises it. A request in ``row_errors`` gets that error for its next token.
+    is set, every launch and every result raises it. A request in ``row_errors`` gets that error for
+    its next token.
     """
 
     def __init__(
@@ -93,6 +110,7 @@ class FakeWorker:
         max_num_seqs: int,
         max_step_tokens: int,
         adapter_bytes: Mapping[str, int] | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         self._num_slots = num_slots
         self._num_blocks = num_blocks
@@ -101,13 +119,21 @@ class FakeWorker:
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
         self._adapter_bytes = dict(adapter_bytes or {})
+        self._outstanding: deque[FakeLaunchedStep] = deque()
+        self._last_tokens: dict[RequestId, int] = {}
         self._cells: dict[tuple[int, int], _Cell] = {}
         self._generation = 0
         self._step = 0
+        self.runs_ahead = runs_ahead
         self.installed: dict[AdapterId, PreparedAdapter] = {}
         self.slots: dict[Slot, AdapterId] = {}
         self.failure: Exception | None = None
         self.row_errors: dict[RequestId, str] = {}
+
+    @property
+    def num_outstanding(self) -> int:
+        """Launched steps whose result has not been asked for."""
+        return len(self._outstanding)
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
         source = directory.name
@@ -132,15 +158,37 @@ class FakeWorker:
                 assert order.slot in self.slots, "a slot is cleared that holds nothing"
                 del self.slots[order.slot]
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> FakeLaunchedStep:
+        most = 1 if self.runs_ahead else 0
+        assert self.num_outstanding <= most, "too many steps are launched at once"
         self.apply(plan.slot_orders)
         self._check_sizes(plan)
         if self.failure is not None:
             raise self.failure
         self._step += 1
         for sequence in plan.sequences:
+            _check_sample(sequence)
+        sequences = [self._with_pending_token(sequence) for sequence in plan.sequences]
+        for sequence in sequences:
             self._write(sequence)
-        return StepResult(tuple(self._result(sequence) for sequence in plan.sequences))
+        results = tuple(self._result(sequence) for sequence in sequences)
+        self._last_tokens = {
+            # What follows a row that has failed is read by nobody.
+            result.request_id: 0 if result.token_id is None else result.token_id
+            for result, sequence in zip(results, sequences, strict=True)
+            if sequence.sample is not None
+        }
+        launched = FakeLaunchedStep(StepResult(results), self._hand_out)
+        self._outstanding.append(launched)
+        return launched
+
+    def _hand_out(self, launched: FakeLaunchedStep) -> StepResult:
+        if self.failure is not None:
+            raise self.failure
+        assert launched in self._outstanding, "a result is asked for twice"
+        assert launched is self._outstanding[0], "a result is asked for out of turn"
+        self._outstanding.popleft()
+        return launched.outcome
 
     def _load(self, order: SlotLoad) -> None:
         assert 0 <= order.slot < self._num_slots, "no such slot"
@@ -163,6 +211,15 @@ class FakeWorker:
             assert all(0 <= block < self._num_blocks for block in s.block_table)
             asked = 0 if s.prompt_logprobs is None else len(s.token_ids)
             assert len(s.next_prompt_tokens) <= asked
+        blocks = [block for s in sequences for block in s.block_table]
+        assert len(blocks) == len(set(blocks)), "sequences share a block"
+
+    def _with_pending_token(self, sequence: SequenceStep) -> SequenceStep:
+        if PENDING_TOKEN not in sequence.token_ids:
+            return sequence
+        assert len(sequence.token_ids) == 1, "a pending token stands beside others"
+        assert sequence.request_id in self._last_tokens, "the step before samples no such token"
+        return replace(sequence, token_ids=(self._last_tokens[sequence.request_id],))
 
     def _adapter_in(self, slot: Slot) -> AdapterId | None:
         if slot == self._num_slots:
@@ -193,6 +250,8 @@ class FakeWorker:
         )
         if sample is None:
             return SequenceResult(sequence.request_id, prompt_logprobs=prompt)
+        known = [None if cell is None else cell.token_id for cell in cells[: len(sample.tokens)]]
+        assert known == list(sample.tokens), "the sample's tokens are not those of the cache"
         if (error := self.row_errors.pop(sequence.request_id, None)) is not None:
             return SequenceResult(sequence.request_id, prompt_logprobs=prompt, error=error)
         seed = None if sample.params.greedy else sample.seed
@@ -204,6 +263,20 @@ class FakeWorker:
             logprobs=None if top is None else _logprob(context, token, top),
             prompt_logprobs=prompt,
         )
+
+
+def _check_sample(sequence: SequenceStep) -> None:
+    sample, end = sequence.sample, sequence.start + len(sequence.token_ids)
+    is_pending = PENDING_TOKEN in sequence.token_ids
+    if sample is None:
+        assert not is_pending, "a pending token is computed for nothing"
+        return
+    assert sample.position == end - sample.num_prompt_tokens, "a wrong place in the output"
+    assert len(sample.tokens) == end - is_pending, "tokens are missing from the sample"
+    if is_pending:
+        assert not sample.params.penalised, "penalties need the token that is pending"
+        assert not sample.forbidden, "forbidden tokens change while a token is pending"
+        assert sequence.prompt_logprobs is None
 
 
 def _true_context(adapter_id: str | None, tokens: Sequence[int]) -> list[_Content | None]:

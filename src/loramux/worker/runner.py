@@ -32,8 +32,13 @@ Progress = Callable[[Sequence[GraphKey]], Iterable[GraphKey]]
 class Runner(Protocol):
     """Computes a step's logits."""
 
-    def run(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
-        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step."""
+    def run(
+        self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
+    ) -> Tensor:
+        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step.
+
+        ``last_tokens``: what the step before samples, on the device.
+        """
         ...
 
     def warm_up(self, progress: Progress) -> None:
@@ -75,14 +80,19 @@ class EagerRunner:
         self._context = context
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
+    def run(
+        self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
+    ) -> Tensor:
         context, slots = self._context, [s.slot for s in sequences]
         context.routing.fill(slots, [len(s.token_ids) for s in sequences])
         context.ops.begin_step(max(context.tables.max_rank[slot] for slot in slots))
         self._backend.begin_step(inputs.attention)
         device = self._base.model.device
+        token_ids = torch.from_numpy(inputs.token_ids).to(device)
+        pending = torch.from_numpy(inputs.pending_rows).to(device)
+        token_ids[pending] = last_tokens[torch.from_numpy(inputs.pending_sources).to(device)]
         output = self._base.model(
-            input_ids=torch.from_numpy(inputs.token_ids)[None].to(device),
+            input_ids=token_ids[None],
             position_ids=torch.from_numpy(inputs.positions)[None].to(device),
             use_cache=False,
             logits_to_keep=torch.from_numpy(inputs.logit_rows).to(device),
@@ -118,6 +128,8 @@ class CapturedRunner:
         self._token_ids = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
         self._logit_rows = torch.zeros_like(self._token_ids)
+        self._pending_rows = torch.zeros_like(self._token_ids)
+        self._pending_sources = torch.zeros_like(self._token_ids)
         self._graphs: StepGraphs | None = None
         if options.capture:
             max_rows = max(options.max_num_seqs, MIN_ROWS)
@@ -144,21 +156,27 @@ class CapturedRunner:
         )
 
     @torch.inference_mode()
-    def run(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
+    def run(
+        self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
+    ) -> Tensor:
         num_tokens = len(inputs.token_ids)
         one_each = num_tokens == len(sequences) == len(inputs.logit_rows)
         bucket = self._graphs.bucket_of(num_tokens) if self._graphs and one_each else None
         if self._graphs is None or bucket is None:
-            return self._run_eager(inputs, sequences)
+            return self._run_eager(inputs, sequences, last_tokens)
         key = self._key(bucket, sequences)
         if key not in self._graphs:
             self._graphs.capture(key)
         self._set_up(key, inputs, sequences, captured=True)
+        self._fill_pending(inputs, last_tokens)
         return self._graphs.replay(key)[:num_tokens]
 
-    def _run_eager(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
+    def _run_eager(
+        self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
+    ) -> Tensor:
         num_rows = max(len(inputs.token_ids), MIN_ROWS)
         self._set_up(self._key(num_rows, sequences), inputs, sequences, captured=False)
+        self._fill_pending(inputs, last_tokens)
         self._uploads.copy(self._logit_rows, inputs.logit_rows)
         return self._forward(num_rows, self._logit_rows[: len(inputs.logit_rows)])
 
@@ -189,6 +207,16 @@ class CapturedRunner:
         self._backend.begin_step(inputs.attention, key.bucket, captured=captured)
         self._uploads.copy(self._token_ids, inputs.token_ids)
         self._uploads.copy(self._positions, inputs.positions)
+
+    def _fill_pending(self, inputs: StepInputs, last_tokens: Tensor) -> None:
+        """Bring in the tokens that the step before samples, which the host does not know."""
+        num_pending = len(inputs.pending_rows)
+        if not num_pending:
+            return
+        self._uploads.copy(self._pending_rows, inputs.pending_rows)
+        self._uploads.copy(self._pending_sources, inputs.pending_sources)
+        found = last_tokens.index_select(0, self._pending_sources[:num_pending])
+        self._token_ids.index_copy_(0, self._pending_rows[:num_pending], found)
 
     def _prepare(self, key: GraphKey) -> None:
         self._set_up(key, StepInputs.empty(), (), captured=True)

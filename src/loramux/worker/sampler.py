@@ -154,7 +154,7 @@ def draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
 
 
 def _uniform_of(sample: Sample) -> float:
-    return uniform(sample.seed, len(sample.tokens) - sample.num_prompt_tokens)
+    return uniform(sample.seed, sample.position)
 
 
 def uniform(seed: int, position: int) -> float:

@@ -91,9 +91,9 @@ def _served_logits(
             )
             for i, start, end in parts
         )
-        rows = worker.forward(build_inputs(StepPlan((), sequences)), sequences)
+        rows = worker.forward(build_inputs(StepPlan((), sequences), {}), sequences)
         for i, start, end in parts:
-            served[i].append(rows[: end - start])
+            served[i].append(rows[: end - start].clone())
             rows = rows[end - start :]
     return [torch.cat(rows) for rows in served]
 

@@ -25,12 +25,13 @@ from loramux.model.surgery import insert_sites
 from loramux.ops.attention import AttentionBackend
 from loramux.ops.interface import LoraOps
 from loramux.ops.upload import Uploads
-from loramux.plan import SequenceResult, SequenceStep, SlotLoad, SlotOrder, StepPlan, StepResult
-from loramux.types import AdapterId, TokenLogprobs
+from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
+from loramux.types import AdapterId, RequestId
 from loramux.worker.inputs import StepInputs, build_inputs
-from loramux.worker.logprobs import prompt_logprobs
+from loramux.worker.launched import LaunchedStep, SampledTokens
+from loramux.worker.logprobs import PromptLogprobs, prompt_logprobs
 from loramux.worker.runner import CapturedRunner, CompiledOptions, EagerRunner, Progress, Runner
-from loramux.worker.sampler import Sampled, Sampler
+from loramux.worker.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +60,11 @@ class Worker:
         max_step_tokens: int,
         max_rank: int,
         compiled: CompiledOptions | None = None,
+        runs_ahead: bool = False,
     ) -> None:
         """``compiled``: compile the layers and capture decode steps; None runs the model as it
-        is."""
+        is. ``runs_ahead``: a launch returns before the device is done.
+        """
         device = base.model.device
         self._base = base
         self._anatomy = anatomy
@@ -70,6 +73,8 @@ class Worker:
         self._device = DeviceStore(arena_bytes, base.dtype, device)
         self._tables = SlotTables(len(anatomy.modules), num_slots, device)
         self._sampler = Sampler()
+        self.runs_ahead = runs_ahead
+        self._last_tokens = SampledTokens.none(device)
         self._contents: dict[int, AdapterId] = {}
         self._generation = 0
         uploads = Uploads(device) if compiled is None else compiled.uploads
@@ -138,30 +143,23 @@ class Worker:
                     self._tables.set(slot, placements, start)
         self._tables.flush()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; results stand in the order of the plan's sequences."""
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Put a step behind what the device does already; only its ``result()`` waits."""
         self.apply(plan.slot_orders)
-        inputs = build_inputs(plan)
+        inputs = build_inputs(plan, self._last_tokens.rows)
         logits = self.forward(inputs, plan.sequences)
         samples = [s.sample for s in inputs.sampled if s.sample is not None]
-        sampled = iter(self._sampler.launch(logits[: len(samples)], samples).result())
-        prompt_rows = logits[len(samples) :]
-        results: list[SequenceResult] = []
-        for sequence in plan.sequences:
-            count = len(sequence.next_prompt_tokens)
-            results.append(
-                _result(
-                    sequence,
-                    next(sampled) if sequence.sample is not None else None,
-                    _prompt_logprobs(prompt_rows[:count], sequence),
-                )
-            )
-            prompt_rows = prompt_rows[count:]
-        return StepResult(tuple(results))
+        step = LaunchedStep(
+            plan.sequences,
+            self._sampler.launch(logits[: len(samples)], samples),
+            _prompt_logprobs(logits[len(samples) :], plan.sequences),
+        )
+        self._last_tokens = step.tokens
+        return step
 
     def forward(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
         """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step."""
-        return self._runner.run(inputs, sequences)
+        return self._runner.run(inputs, sequences, self._last_tokens.token_ids)
 
     def warm_up(self, progress: Progress = iter) -> None:
         """Compile and capture what steps will need; nothing to do where neither is done."""
@@ -171,21 +169,14 @@ class Worker:
         return linear_weight(self._linears[module])
 
 
-def _prompt_logprobs(logits: Tensor, sequence: SequenceStep) -> tuple[TokenLogprobs, ...]:
-    if sequence.prompt_logprobs is None:
-        return ()
-    return prompt_logprobs(logits, sequence.next_prompt_tokens, sequence.prompt_logprobs).result()
-
-
-def _result(
-    sequence: SequenceStep, sampled: Sampled | None, prompt: tuple[TokenLogprobs, ...]
-) -> SequenceResult:
-    if sampled is None:
-        return SequenceResult(sequence.request_id, prompt_logprobs=prompt)
-    return SequenceResult(
-        sequence.request_id,
-        token_id=sampled.token_id,
-        logprobs=sampled.logprobs,
-        prompt_logprobs=prompt,
-        error=sampled.error,
-    )
+def _prompt_logprobs(
+    logits: Tensor, sequences: Sequence[SequenceStep]
+) -> dict[RequestId, PromptLogprobs]:
+    """Launch the log-probabilities of prompt tokens; ``logits`` has their rows in order."""
+    found: dict[RequestId, PromptLogprobs] = {}
+    for s in sequences:
+        tokens = s.next_prompt_tokens
+        if s.prompt_logprobs is not None:
+            found[s.request_id] = prompt_logprobs(logits[: len(tokens)], tokens, s.prompt_logprobs)
+        logits = logits[len(tokens) :]
+    return found
