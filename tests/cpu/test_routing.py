@@ -20,29 +20,30 @@ def make() -> Routing:
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Slot], list[int]]:
-    """Slots (the base's too) and token counts of sequences that fit into a step."""
+def steps(draw: st.DrawFn) -> tuple[list[Slot], list[int], int]:
+    """Slots (the base's too) and token counts of sequences, and rows that hold them all."""
     counts: list[int] = []
     while sum(counts) < TOKENS and draw(st.booleans()):
         counts.append(draw(st.integers(1, min(6, TOKENS - sum(counts)))))
     slots = [Slot(draw(st.integers(0, SLOTS))) for _ in counts]
-    return (sorted(slots) if draw(st.booleans()) else slots), counts
+    num_rows = draw(st.integers(sum(counts), TOKENS).filter(bool))
+    return (sorted(slots) if draw(st.booleans()) else slots), counts, num_rows
 
 
 @given(st.lists(steps(), min_size=1, max_size=4))
-def test_buffers_say_what_a_naive_model_says(walk: list[tuple[list[Slot], list[int]]]) -> None:
+def test_buffers_say_what_a_naive_model_says(walk: list[tuple[list[Slot], list[int], int]]) -> None:
     routing = make()
     addresses = [getattr(routing, name).data_ptr() for name in BUFFERS]
-    for slots, counts in walk:
-        routing.fill(slots, counts)
+    for slots, counts, num_rows in walk:
+        routing.fill(slots, counts, num_rows)
 
         tokens = [s for s, count in zip(slots, counts, strict=True) for _ in range(count)]
-        padded = [*tokens, *[SLOTS] * (TOKENS - len(tokens))]
-        rows = sorted(range(TOKENS), key=lambda row: (padded[row], row))
+        padded = [*tokens, *[SLOTS] * (num_rows - len(tokens))]
+        rows = sorted(range(num_rows), key=lambda row: (padded[row], row))
         below = [sum(s < slot for s in padded) for slot in range(SLOTS + 1)]
-        assert routing.token_slot.tolist() == padded
-        assert routing.sorted_rows.tolist() == rows
-        assert routing.slot_start.tolist() == [*below, TOKENS]
+        assert routing.token_slot[:num_rows].tolist() == padded
+        assert routing.sorted_rows[:num_rows].tolist() == rows
+        assert routing.slot_start.tolist() == [*below, num_rows]
         assert routing.num_tokens == len(tokens)
         assert routing.in_order == (tokens == sorted(tokens))
         assert [(s.slot, s.start, s.end) for s in routing.segments] == [
@@ -54,7 +55,9 @@ def test_buffers_say_what_a_naive_model_says(walk: list[tuple[list[Slot], list[i
 
 
 @given(steps())
-def test_rows_of_a_segment_are_the_tokens_of_its_slot(step: tuple[list[Slot], list[int]]) -> None:
+def test_rows_of_a_segment_are_the_tokens_of_its_slot(
+    step: tuple[list[Slot], list[int], int],
+) -> None:
     routing = make()
     routing.fill(*step)
     for segment in routing.segments:
@@ -71,8 +74,8 @@ def test_every_token_of_a_sequence_has_its_slot() -> None:
 def test_padding_rows_point_at_the_base() -> None:
     routing = make()
     routing.fill([Slot(1)] * 5, [2] * 5)
-    routing.fill([Slot(3)], [1])
-    assert set(routing.token_slot[1:].tolist()) == {SLOTS}
+    routing.fill([Slot(3)], [1], 8)
+    assert routing.token_slot[:8].tolist() == [3, *[SLOTS] * 7]
 
 
 def test_a_step_of_the_base_alone_has_no_segments() -> None:
@@ -82,21 +85,22 @@ def test_a_step_of_the_base_alone_has_no_segments() -> None:
     assert routing.in_order
 
 
-def test_before_the_first_step_all_rows_are_the_bases() -> None:
-    routing = make()
-    assert routing.segments == ()
-    assert set(routing.token_slot.tolist()) == {SLOTS}
-    assert routing.slot_start.tolist() == [0] * (SLOTS + 1) + [TOKENS]
-
-
 def test_a_step_may_fill_every_row() -> None:
     routing = make()
     routing.fill([Slot(0), Slot(1)], [TOKENS - 1, 1])
     assert routing.slot_start.tolist() == [0, TOKENS - 1, TOKENS, TOKENS, TOKENS, TOKENS]
 
 
+def test_a_smaller_step_leaves_nothing_of_a_larger_one_in_its_order() -> None:
+    routing = make()
+    routing.fill([Slot(2)] * 6, [4] * 6)
+    routing.fill([Slot(SLOTS), Slot(1)], [1, 2])
+    assert routing.sorted_rows[:3].tolist() == [1, 2, 0]
+    assert routing.slot_start.tolist() == [0, 0, 2, 2, 2, 3]
+
+
 def test_more_tokens_than_rows_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="25 tokens"):
+    with pytest.raises(AssertionError, match="do not fit into a step"):
         make().fill([Slot(0)], [TOKENS + 1])
 
 

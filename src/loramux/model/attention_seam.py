@@ -7,7 +7,7 @@ model that we serve carries what computes its layer, so there is no global state
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class AttentionSeam:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._attention: list[tuple[int, nn.Module]] = [
-            (module.layer_idx, module)  # type: ignore[misc]
+            (cast(int, module.layer_idx), module)
             for module in model.modules()
             if hasattr(module, "layer_idx")
         ]

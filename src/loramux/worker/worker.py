@@ -6,18 +6,19 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from loramux.adapters.formats.peft import read_peft
 from loramux.adapters.identity import adapter_id
-from loramux.adapters.spec import PreparedAdapter
+from loramux.adapters.spec import BaseLayout, PreparedAdapter
 from loramux.errors import AdapterRefused
 from loramux.lora.device_store import DeviceStore
 from loramux.lora.host_store import HostStore
 from loramux.lora.layers import LoraContext
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
-from loramux.lora.weights import HostCopy, pack
+from loramux.lora.weights import HostCopy, ModuleTable, pack
 from loramux.model.anatomy import Anatomy, linear_weight
 from loramux.model.attention_seam import AttentionSeam, PagedLayer
 from loramux.model.load import BaseModel
@@ -98,6 +99,21 @@ class Worker:
                 compiled,
                 max_step_tokens=max_step_tokens,
             )
+
+    @property
+    def modules(self) -> ModuleTable:
+        """The linears that can take LoRA."""
+        return self._anatomy.modules
+
+    @property
+    def layout(self) -> BaseLayout:
+        """The base, as readers of adapters see it."""
+        return self._anatomy.layout
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the base's weights and of adapters in their blocks."""
+        return self._base.dtype
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
         """Read and check an adapter, in any thread. Raises AdapterError with every reason."""

@@ -1,0 +1,87 @@
+"""A Llama-3.1-8B shape with random weights and adapters, whose values do not matter for speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from loramux.adapters.spec import PreparedAdapter
+from loramux.config import AdapterOptions, EngineOptions, ModelOptions, SchedulerOptions
+from loramux.engine.build import Parts, assemble
+from loramux.lora.weights import HostCopy, Placement, block_bytes
+from loramux.model.load import adopt
+from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
+from loramux.types import AdapterId
+from loramux.worker.worker import Worker
+
+
+def llama_engine(
+    *,
+    layers: int = 32,
+    max_loras: int = 32,
+    max_num_seqs: int = 128,
+    max_step_tokens: int = 8192,
+    kv_cache: str = "40GiB",
+    device_cache: str | None = None,
+    self_check: bool = True,
+) -> Parts:
+    """An engine on the GPU."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+        rope_theta=500000.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    options = EngineOptions(
+        model=ModelOptions(device="cuda", self_check=self_check),
+        adapters=AdapterOptions(max_loras=max_loras, device_cache=device_cache),
+        scheduler=SchedulerOptions(
+            max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, kv_cache=kv_cache
+        ),
+    )
+    return assemble(adopt("llama-8b-shape", model), _tokenizer(), options, "base")
+
+
+def add_adapters(parts: Parts, names: Sequence[str], rank: int) -> None:
+    """Register random adapters of one rank on every linear."""
+    for seed, name in enumerate(names):
+        prepared = random_prepared(parts.worker, f"{name}-r{rank}", rank, seed)
+        parts.core.adapters.register(name, "random", prepared, pinned=False, replace=False)
+
+
+def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> PreparedAdapter:
+    """A host copy as ``lora.weights.pack`` would lay it out, without files."""
+    shapes = worker.modules.shapes
+    placements = []
+    cursor = 0
+    for module, shape in enumerate(shapes):
+        unit = ALIGN_BYTES // worker.dtype.itemsize
+        size_a, size_b = rank * pad(shape.in_features), shape.out_features * pad(rank)
+        placements.append(
+            Placement(module, rank, cursor // unit, (cursor + size_a) // unit, NO_GAIN)
+        )
+        cursor += size_a + size_b
+    generator = torch.Generator("cuda").manual_seed(seed)
+    block = torch.randn(cursor, generator=generator, device="cuda") * 0.02
+    copy = HostCopy(block.to(worker.dtype).cpu(), tuple(placements))
+    assert copy.num_bytes == block_bytes(shapes, rank, worker.dtype)
+    return PreparedAdapter(AdapterId(adapter_id), copy.num_bytes, rank, (), copy)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(128256)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
