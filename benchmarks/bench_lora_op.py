@@ -21,7 +21,7 @@ from benchmarks.workloads import BASE, rows_of
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.lora.weights import Placement
-from loramux.ops.interface import DeviceSegments, Site, Slice
+from loramux.ops.interface import Site, Slice
 from loramux.ops.layout import ALIGN_BYTES, pad
 from loramux.ops.triton_lora import ChooseTiles, Tiles, TritonOps, choose_tiles
 from loramux.types import Slot
@@ -130,9 +130,8 @@ def relative_error(model: Model, ops: TritonOps, slots: list[int]) -> float:
         y = torch.randn(len(slots), size, device="cuda", dtype=DTYPE) * 0.01
         wanted = y.float()
         for part, slot in itertools.product(site.slices, set(slots) - {BASE}):
-            rank = int(model.tables.host_rank[part.module, slot])
-            a = int(model.tables.host_offset_a[part.module, slot]) * unit
-            b = int(model.tables.host_offset_b[part.module, slot]) * unit
+            offset_a, offset_b, _, rank = model.tables.host[part.module, slot].tolist()
+            a, b = offset_a * unit, offset_b * unit
             a_full = model.arena[a : a + rank * pad(site.in_features)].view(rank, -1)
             b_full = model.arena[b : b + part.size * pad(rank)].view(part.size, -1)[:, :rank]
             rows = [i for i, s in enumerate(slots) if s == slot]
@@ -190,13 +189,14 @@ def measure(
     model.routing.fill([Slot(base if s == BASE else s) for s in slots], [1] * rows)
     segments = model.routing.device_segments
     ops = TritonOps(
-        max_padded_rows=segments.grid * segments.block_rows,
+        padded_rows={segments.block_rows: segments.grid * segments.block_rows},
         max_rank=rank,
         device=torch.device("cuda"),
         choose=choose,
     )
     error = relative_error(model, ops, slots)
     assert error < 1e-2, f"relative error {error}"
+    ops.begin_step(rank)
     runner = Runner(model, ops, rows)
 
     def per_layer(mode: str) -> float:
@@ -228,8 +228,8 @@ def try_tiles(model: Model, rank: int, change: str) -> dict[str, dict[str, float
     """A choice of tiles that differs from today's in some fields."""
     fields = {name: int(value) for name, value in (p.split("=") for p in change.split(","))}
 
-    def choose(inputs: int, segments: DeviceSegments, rank: int) -> Tiles:
-        return replace(choose_tiles(inputs, segments, rank), **fields)
+    def choose(inputs: int, block_rows: int, rank: int) -> Tiles:
+        return replace(choose_tiles(inputs, block_rows, rank), **fields)
 
     results = {}
     for popularity in ("identical", "distinct"):

@@ -53,6 +53,7 @@ def expand_ptx(inputs: int, sizes: list[int], rank: int, *, beside: bool) -> str
     constants = _common(sizes, tiles) | {
         "N0": sizes[0], "N1": sizes[1], "N2": sizes[2], "BLOCK_N": tiles.block_n,
         "BLOCK_R": tiles.expand_ranks, "HAS_BIAS": False, "BESIDE": beside,
+        "TILES": tiles.expand_tiles, "ONE_BLOCK": rank <= tiles.expand_ranks,
     }  # fmt: skip
     return compile_kernel(expand_kernel, constants, tiles.expand_warps, tiles.expand_stages)
 

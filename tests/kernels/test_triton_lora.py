@@ -110,7 +110,7 @@ def test_a_padded_bucket_computes_the_same(device: torch.device) -> None:
     slots = draw_slots("mixed", num_rows=5, num_slots=SLOTS, order="interleaved")
     x, y = linear.rows(16)
     result = y.clone()
-    linear.routing.fill(slots, [1] * len(slots), bucket=16)
+    linear.routing.fill(slots, [1] * len(slots), num_rows=16)
     ops(linear).lora_add_(result, x, linear.site, linear.store.arena, linear.tables, linear.routing)
     assert_close(result[:5], linear.expected(slots, x[:5], y[:5]))
     assert torch.equal(bits(result[5:]), bits(y[5:]))

@@ -127,6 +127,8 @@ def expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,  # divides shrink's, which fills whole blocks of ranks
+    ONE_BLOCK: tl.constexpr,  # no rank is above BLOCK_R
+    TILES: tl.constexpr,  # tiles of columns that one program works through
     HAS_BIAS: tl.constexpr,
     BESIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -134,38 +136,39 @@ def expand_kernel(
 ):
     """In place: y = g * (y - bias + B h) + bias. Beside: y = B h, and -0.0 where there is none.
 
-    h is the sum of the planes. Grid (segments, column tiles of all slices).
+    h is the sum of the planes. Grid (segments, groups of TILES column tiles of all slices).
     """
     segment = tl.program_id(0)
-    tile = tl.program_id(1)
-    TILES0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    TILES1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    group = tl.program_id(1)
+    GROUP: tl.constexpr = BLOCK_N * TILES
+    GROUPS0: tl.constexpr = (N0 + GROUP - 1) // GROUP
+    GROUPS1: tl.constexpr = (N1 + GROUP - 1) // GROUP
     # Slice bounds are constants of each branch, so that columns stay aligned for the compiler.
-    if tile < TILES0:
-        _expand_tile(
-            y, planes, arena, table, bias, segment_slot, segment_start,
-            segment_rows, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
-            tile, 0, 0, N0, NUM_SLICES, UNIT,
-            SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
+    if group < GROUPS0:
+        _expand_group(
+            y, planes, arena, table, bias, segment_slot, segment_start, segment_rows, sorted_rows,
+            y_stride, table_stride, plane_rows, plane_ranks, segment, group, 0, 0, N0, NUM_SLICES,
+            UNIT, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, ONE_BLOCK, TILES, HAS_BIAS, BESIDE, DOT,
+            PRECISION,
         )  # fmt: skip
-    elif tile < TILES0 + TILES1:
-        _expand_tile(
-            y, planes, arena, table, bias, segment_slot, segment_start,
-            segment_rows, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
-            tile - TILES0, 1, N0, N1, NUM_SLICES, UNIT,
-            SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
+    elif group < GROUPS0 + GROUPS1:
+        _expand_group(
+            y, planes, arena, table, bias, segment_slot, segment_start, segment_rows, sorted_rows,
+            y_stride, table_stride, plane_rows, plane_ranks, segment, group - GROUPS0, 1, N0, N1,
+            NUM_SLICES, UNIT, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, ONE_BLOCK, TILES, HAS_BIAS,
+            BESIDE, DOT, PRECISION,
         )  # fmt: skip
     else:
-        _expand_tile(
-            y, planes, arena, table, bias, segment_slot, segment_start,
-            segment_rows, sorted_rows, y_stride, table_stride, plane_rows, plane_ranks, segment,
-            tile - TILES0 - TILES1, 2, N0 + N1, N2, NUM_SLICES, UNIT,
-            SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, HAS_BIAS, BESIDE, DOT, PRECISION,
+        _expand_group(
+            y, planes, arena, table, bias, segment_slot, segment_start, segment_rows, sorted_rows,
+            y_stride, table_stride, plane_rows, plane_ranks, segment, group - GROUPS0 - GROUPS1, 2,
+            N0 + N1, N2, NUM_SLICES, UNIT, SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, ONE_BLOCK, TILES,
+            HAS_BIAS, BESIDE, DOT, PRECISION,
         )  # fmt: skip
 
 
 @triton.jit
-def _expand_tile(
+def _expand_group(
     y,
     planes,
     arena,
@@ -180,7 +183,7 @@ def _expand_tile(
     plane_rows,
     plane_ranks,
     segment,
-    tile,
+    group,
     PART: tl.constexpr,
     COLUMN: tl.constexpr,
     SIZE: tl.constexpr,
@@ -189,13 +192,15 @@ def _expand_tile(
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,  # divides shrink's, which fills whole blocks of ranks
+    BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BESIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of one slice: columns COLUMN + tile * BLOCK_N and on."""
+    """TILES tiles of one slice, from column COLUMN + group * TILES * BLOCK_N on."""
     num_rows = tl.load(segment_rows + segment)
     slot = tl.load(segment_slot + segment)
     start = tl.load(segment_start + segment)
@@ -208,10 +213,8 @@ def _expand_tile(
     rows = tl.arange(0, BLOCK_M)
     row_mask = rows < num_rows
     row_ids = tl.load(sorted_rows + start + rows, mask=row_mask, other=0).to(tl.int64)
-    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask = n < SIZE
-    target = y + row_ids[:, None] * y_stride + (COLUMN + n)[None, :]
-    mask = row_mask[:, None] & n_mask[None, :]
+    target = y + row_ids[:, None] * y_stride + COLUMN
+    first = group * TILES * BLOCK_N + tl.arange(0, BLOCK_N)
     if r == 0:
         if BESIDE:
             # By its bits, because the compiler makes 0.0 of the number -0.0.
@@ -219,38 +222,107 @@ def _expand_tile(
                 sign = tl.full((BLOCK_M, BLOCK_N), 0x8000, tl.uint16)
             else:
                 sign = tl.full((BLOCK_M, BLOCK_N), 0x80000000, tl.uint32)
-            tl.store(target, sign.to(y.dtype.element_ty, bitcast=True), mask=mask)
+            for tile in tl.static_range(TILES):
+                n = first + tile * BLOCK_N
+                mask = row_mask[:, None] & (n < SIZE)[None, :]
+                tl.store(target + n[None, :], sign.to(y.dtype.element_ty, bitcast=True), mask=mask)
         return
 
     b = arena + offset * UNIT
     r_pad = (r + 7) // 8 * 8
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for rank_start in range(0, r, BLOCK_R):
-        ranks = rank_start + tl.arange(0, BLOCK_R)
-        h = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-        for split in tl.static_range(SPLIT_K):
-            plane = (split * NUM_SLICES + PART) * plane_rows.to(tl.int64)
-            source = planes + (plane + segment * BLOCK_M + rows[:, None]) * plane_ranks
-            h += tl.load(source + ranks[None, :], mask=row_mask[:, None], other=0.0)
-        b_tile = tl.load(
-            b + n[None, :] * r_pad + ranks[:, None],
-            mask=n_mask[None, :] & (ranks[:, None] < r_pad),
-            other=0.0,
-        )
-        acc = tl.dot(h.to(DOT), b_tile.to(DOT), acc, input_precision=PRECISION)
-    if BESIDE:
-        tl.store(target, acc.to(y.dtype.element_ty), mask=mask)
-        return
-
-    value = tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    if offset_g != NO_GAIN:
-        g = arena + offset_g * UNIT
-        gain = tl.load(g + n, mask=n_mask, other=1.0).to(tl.float32)[None, :]
-        if HAS_BIAS:
-            shift = tl.load(bias + COLUMN + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
-            value = gain * (value - shift + acc) + shift
-        else:
-            value = gain * (value + acc)
+    h_rows = planes + (segment * BLOCK_M + rows[:, None]).to(tl.int64) * plane_ranks
+    plane_size = plane_rows.to(tl.int64) * plane_ranks
+    if ONE_BLOCK:
+        ranks = tl.arange(0, BLOCK_R)
+        h = _sum_planes(
+            h_rows, plane_size, row_mask, ranks, PART, NUM_SLICES, SPLIT_K, BLOCK_M, BLOCK_R
+        ).to(DOT)
+        # Tile after tile by one block: where and what its rows are is found once, and the next
+        # tile of B is on its way while this one is multiplied.
+        for tile in range(TILES):
+            n = first + tile * BLOCK_N
+            b_tile = tl.load(
+                b + n[None, :] * r_pad + ranks[:, None],
+                mask=(n < SIZE)[None, :] & (ranks[:, None] < r_pad),
+                other=0.0,
+            )
+            acc = tl.dot(h, b_tile.to(DOT), input_precision=PRECISION)
+            _add_delta(
+                target, acc, n, row_mask, arena, offset_g, bias, COLUMN, SIZE, UNIT, HAS_BIAS,
+                BESIDE,
+            )  # fmt: skip
     else:
-        value += acc
-    tl.store(target, value.to(y.dtype.element_ty), mask=mask)
+        for tile in range(TILES):
+            n = first + tile * BLOCK_N
+            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+            for rank_start in range(0, r, BLOCK_R):
+                ranks = rank_start + tl.arange(0, BLOCK_R)
+                h = _sum_planes(
+                    h_rows, plane_size, row_mask, ranks, PART, NUM_SLICES, SPLIT_K, BLOCK_M, BLOCK_R
+                )  # fmt: skip
+                b_tile = tl.load(
+                    b + n[None, :] * r_pad + ranks[:, None],
+                    mask=(n < SIZE)[None, :] & (ranks[:, None] < r_pad),
+                    other=0.0,
+                )
+                acc = tl.dot(h.to(DOT), b_tile.to(DOT), acc, input_precision=PRECISION)
+            _add_delta(
+                target, acc, n, row_mask, arena, offset_g, bias, COLUMN, SIZE, UNIT, HAS_BIAS,
+                BESIDE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _sum_planes(
+    h_rows,
+    plane_size,
+    row_mask,
+    ranks,
+    PART: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """A x of a segment's rows: the sum of what shrink's splits have found, in their order."""
+    h = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        source = h_rows + (split * NUM_SLICES + PART) * plane_size
+        h += tl.load(source + ranks[None, :], mask=row_mask[:, None], other=0.0)
+    return h
+
+
+@triton.jit
+def _add_delta(
+    target,  # [BLOCK_M, 1]: where the slice's columns of each row start
+    acc,
+    n,
+    row_mask,
+    arena,
+    offset_g,
+    bias,
+    COLUMN: tl.constexpr,
+    SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BESIDE: tl.constexpr,
+):
+    """One tile of the result into y, or the delta to its place."""
+    element: tl.constexpr = target.dtype.element_ty
+    n_mask = n < SIZE
+    mask = row_mask[:, None] & n_mask[None, :]
+    target += n[None, :]
+    if BESIDE:
+        tl.store(target, acc.to(element), mask=mask)
+    else:
+        value = tl.load(target, mask=mask, other=0.0).to(tl.float32)
+        if offset_g != NO_GAIN:
+            gain = tl.load(arena + offset_g * UNIT + n, mask=n_mask, other=1.0).to(tl.float32)
+            if HAS_BIAS:
+                shift = tl.load(bias + COLUMN + n, mask=n_mask, other=0.0).to(tl.float32)[None, :]
+                value = gain[None, :] * (value - shift + acc) + shift
+            else:
+                value = gain[None, :] * (value + acc)
+        else:
+            value += acc
+        tl.store(target, value.to(element), mask=mask)

@@ -43,7 +43,9 @@ class Tiles:
     """Divides ``shrink_ranks``."""
     expand_warps: int = 4
     expand_stages: int = 1
-    """More would put every plane into shared memory several times."""
+    """With ranks above ``expand_ranks`` more would put every plane into shared memory twice."""
+    expand_tiles: int = 1
+    """Column tiles that one block works through."""
 
 
 ChooseTiles = Callable[[int, int, int], Tiles]
@@ -231,7 +233,8 @@ class TritonOps:
             num_stages=tiles.shrink_stages,
         )
         n0, n1, n2 = sizes + [0] * (_MAX_SLICES - len(sizes))
-        _expand[(segments.grid, sum(triton.cdiv(size, tiles.block_n) for size in sizes))](
+        group = tiles.block_n * tiles.expand_tiles
+        _expand[(segments.grid, sum(triton.cdiv(size, group) for size in sizes))](
             y,
             self._planes,
             arena,
@@ -254,6 +257,8 @@ class TritonOps:
             BLOCK_M=segments.block_rows,
             BLOCK_N=tiles.block_n,
             BLOCK_R=tiles.expand_ranks,
+            ONE_BLOCK=ranks <= tiles.expand_ranks,
+            TILES=tiles.expand_tiles,
             HAS_BIAS=bias is not None,
             BESIDE=beside,
             DOT=dot,
