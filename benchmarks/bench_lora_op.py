@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,11 +20,14 @@ from benchmarks.report import finish
 from benchmarks.timing import graph_microseconds
 from benchmarks.workloads import BASE, rows_of
 from loramux.lora.routing import Routing
+from loramux.lora.segments import padded_rows
 from loramux.lora.slots import SlotTables
 from loramux.lora.weights import Placement
 from loramux.ops.interface import Site, Slice
-from loramux.ops.layout import ALIGN_BYTES, pad
-from loramux.ops.triton_lora import ChooseTiles, Tiles, TritonOps, choose_tiles
+from loramux.ops.layout import ALIGN_BYTES, OFFSET_A, OFFSET_B, RANK, pad
+from loramux.ops.tiles import TileChooser, Tiles
+from loramux.ops.triton_lora import TritonOps
+from loramux.ops.tuning import tile_chooser
 from loramux.types import Slot
 
 SITES = {
@@ -130,8 +134,9 @@ def relative_error(model: Model, ops: TritonOps, slots: list[int]) -> float:
         y = torch.randn(len(slots), size, device="cuda", dtype=DTYPE) * 0.01
         wanted = y.float()
         for part, slot in itertools.product(site.slices, set(slots) - {BASE}):
-            offset_a, offset_b, _, rank = model.tables.host[part.module, slot].tolist()
-            a, b = offset_a * unit, offset_b * unit
+            record = model.tables.host[part.module, slot]
+            rank = int(record[RANK])
+            a, b = int(record[OFFSET_A]) * unit, int(record[OFFSET_B]) * unit
             a_full = model.arena[a : a + rank * pad(site.in_features)].view(rank, -1)
             b_full = model.arena[b : b + part.size * pad(rank)].view(part.size, -1)[:, :rank]
             rows = [i for i, s in enumerate(slots) if s == slot]
@@ -159,16 +164,18 @@ def main() -> None:
         help="fields of Tiles to measure 64 rows with, instead of the usual cases; may be repeated",
     )
     parser.add_argument("--prefill", type=int, default=8192, help="rows of a prefill; 0 for none")
+    parser.add_argument("--tuning", metavar="FILE", help="as in loramux serve")
     parser.add_argument("--out", help="file for the JSON record")
     arguments = parser.parse_args()
+    chooser = tile_chooser(torch.cuda.get_device_name(), arguments.tuning)
     results: dict[str, dict[str, float]] = {}
     for rank in arguments.ranks:
         model = Model(arguments.layers, arguments.slots, rank, max(8192, *arguments.rows))
         if arguments.change:
             for change in arguments.change:
-                results |= try_tiles(model, rank, change)
+                results |= try_tiles(model, rank, change, chooser)
         else:
-            results |= usual_cases(model, rank, arguments.rows, arguments.prefill)
+            results |= usual_cases(model, rank, arguments.rows, arguments.prefill, chooser)
         del model
         torch.cuda.empty_cache()
     arguments_record = vars(arguments) | {"gpu": torch.cuda.get_device_name()}
@@ -180,23 +187,22 @@ def measure(
     rank: int,
     rows: int,
     popularity: str,
-    choose: ChooseTiles = choose_tiles,
+    chooser: TileChooser,
     modes: tuple[str, ...] = ("alone", "in_place", "beside"),
 ) -> dict[str, float]:
     """Microseconds per layer of one case."""
     slots = rows_of(popularity, rows, model.tables.num_slots)
     base = model.tables.num_slots
     model.routing.fill([Slot(base if s == BASE else s) for s in slots], [1] * rows)
-    segments = model.routing.device_segments
     ops = TritonOps(
-        padded_rows={segments.block_rows: segments.grid * segments.block_rows},
+        padded_rows=padded_rows(model.tables.num_slots, model.routing.max_tokens),
         max_rank=rank,
         device=torch.device("cuda"),
-        choose=choose,
+        chooser=chooser,
     )
+    ops.begin_step(rank)
     error = relative_error(model, ops, slots)
     assert error < 1e-2, f"relative error {error}"
-    ops.begin_step(rank)
     runner = Runner(model, ops, rows)
 
     def per_layer(mode: str) -> float:
@@ -212,31 +218,46 @@ def measure(
 
 
 def usual_cases(
-    model: Model, rank: int, all_rows: list[int], prefill: int
+    model: Model, rank: int, all_rows: list[int], prefill: int, chooser: TileChooser
 ) -> dict[str, dict[str, float]]:
     """Decode steps of several sizes, and a prefill."""
     results = {}
     for rows, popularity in itertools.product(all_rows, ("identical", "distinct", "half", "base")):
         if rows > 1 or popularity == "identical":
-            results[f"r{rank} T{rows} {popularity}"] = measure(model, rank, rows, popularity)
+            name = f"r{rank} T{rows} {popularity}"
+            results[name] = measure(model, rank, rows, popularity, chooser)
     for popularity in ("identical", "runs") if prefill else ():
-        results[f"r{rank} T{prefill} {popularity}"] = measure(model, rank, prefill, popularity)
+        name = f"r{rank} T{prefill} {popularity}"
+        results[name] = measure(model, rank, prefill, popularity, chooser)
     return results
 
 
-def try_tiles(model: Model, rank: int, change: str) -> dict[str, dict[str, float]]:
+@dataclass(frozen=True)
+class ChangedTiles:
+    """Another chooser's tiles with some fields replaced."""
+
+    chooser: TileChooser
+    fields: Mapping[str, int]
+
+    def choose(self, in_features: int, sizes: Sequence[int], rows: int, rank_bucket: int) -> Tiles:
+        return replace(self.chooser.choose(in_features, sizes, rows, rank_bucket), **self.fields)
+
+    def max_split_k(self, block_rows: int, rank_bucket: int) -> int:
+        return self.fields.get("split_k") or self.chooser.max_split_k(block_rows, rank_bucket)
+
+
+def try_tiles(
+    model: Model, rank: int, change: str, chooser: TileChooser
+) -> dict[str, dict[str, float]]:
     """A choice of tiles that differs from today's in some fields."""
     fields = {name: int(value) for name, value in (p.split("=") for p in change.split(","))}
-
-    def choose(inputs: int, block_rows: int, rank: int) -> Tiles:
-        return replace(choose_tiles(inputs, block_rows, rank), **fields)
-
+    changed = ChangedTiles(chooser, fields)
     results = {}
     for popularity in ("identical", "distinct"):
         print(f"{change:40}", end=" ")
         try:
             results[f"r{rank} T64 {popularity} {change}"] = measure(
-                model, rank, 64, popularity, choose, ("alone", "beside")
+                model, rank, 64, popularity, changed, ("alone", "beside")
             )
         except OutOfResources as error:
             print(error)

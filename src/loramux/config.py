@@ -60,6 +60,10 @@ class AdapterOptions:
         "bytes for adapter weights, such as 2GiB; default: max_loras adapters of rank 64",
     )
     max_rank: int = option(512, "largest LoRA rank that is accepted")
+    tuning: str | None = option(
+        None,
+        "tile sizes from this file, made by `loramux tune`, before the shipped ones (GPU only)",
+    )
 
     def __post_init__(self) -> None:
         _at_least("max_loras", self.max_loras, 1)

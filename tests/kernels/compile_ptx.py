@@ -1,4 +1,4 @@
-"""Compiles both LoRA kernels for an H200 and prints their PTX as JSON; run by test_ptx.py."""
+"""Compiles both LoRA kernels and prints what tests want to know as JSON; run by test_ptx.py."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loramux.ops.interface import SHORT_ROWS
 from loramux.ops.layout import pad
+from loramux.ops.tiles import LONG_ROWS, SHORT_ROWS, Tiles, choose_tiles
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
-from loramux.ops.triton_lora import Tiles, choose_tiles
 
 TYPES = {
     "x": "*bf16", "y": "*bf16", "arena": "*bf16", "bias": "*bf16", "planes": "*fp32",
@@ -28,16 +27,26 @@ ALIGNED = ("x", "y", "arena", "planes", "bias", "x_stride", "y_stride", "plane_r
 """What is a multiple of 16 in every launch."""
 
 
-def compile_kernel(kernel: Any, constants: dict[str, Any], warps: int, stages: int) -> str:
+def compile_kernel(
+    kernel: Any,
+    constants: dict[str, Any],
+    warps: int,
+    stages: int,
+    *,
+    capability: int = 90,
+    dtype: str = "bf16",
+) -> Any:
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
-        signature={n: "constexpr" if n in constants else TYPES[n] for n in names},
+        signature={
+            n: "constexpr" if n in constants else TYPES[n].replace("bf16", dtype) for n in names
+        },
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in ALIGNED},
     )
     options = {"num_warps": warps, "num_stages": stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def shrink_ptx(inputs: int, sizes: list[int], rank: int) -> str:
@@ -45,7 +54,8 @@ def shrink_ptx(inputs: int, sizes: list[int], rank: int) -> str:
     constants = _common(sizes, tiles) | {
         "K": inputs, "K_PAD": pad(inputs), "BLOCK_R": tiles.shrink_ranks, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
-    return compile_kernel(shrink_kernel, constants, tiles.shrink_warps, tiles.shrink_stages)
+    kernel = compile_kernel(shrink_kernel, constants, tiles.shrink_warps, tiles.shrink_stages)
+    return kernel.asm["ptx"]
 
 
 def expand_ptx(inputs: int, sizes: list[int], rank: int, *, beside: bool) -> str:
@@ -55,7 +65,23 @@ def expand_ptx(inputs: int, sizes: list[int], rank: int, *, beside: bool) -> str
         "BLOCK_R": tiles.expand_ranks, "HAS_BIAS": False, "BESIDE": beside,
         "TILES": tiles.expand_tiles, "ONE_BLOCK": rank <= tiles.expand_ranks,
     }  # fmt: skip
-    return compile_kernel(expand_kernel, constants, tiles.expand_warps, tiles.expand_stages)
+    kernel = compile_kernel(expand_kernel, constants, tiles.expand_warps, tiles.expand_stages)
+    return kernel.asm["ptx"]
+
+
+def shared_bytes(inputs: int, rows: int, rank: int) -> int:
+    """Shared memory of a block of shrink by the default rule, in float32 on a small GPU."""
+    tiles = choose_tiles(inputs, rows, rank)
+    constants = {
+        "K": inputs, "K_PAD": pad(inputs), "BLOCK_R": tiles.shrink_ranks, "BLOCK_K": tiles.block_k,
+        "NUM_SLICES": 1, "UNIT": 4, "SPLIT_K": tiles.split_k, "BLOCK_M": rows, "DOT": tl.float32,
+        "PRECISION": "ieee",
+    }  # fmt: skip
+    kernel = compile_kernel(
+        shrink_kernel, constants, tiles.shrink_warps, tiles.shrink_stages,
+        capability=89, dtype="fp32",
+    )  # fmt: skip
+    return kernel.metadata.shared
 
 
 def _common(sizes: list[int], tiles: Tiles) -> dict[str, Any]:
@@ -66,13 +92,17 @@ def _common(sizes: list[int], tiles: Tiles) -> dict[str, Any]:
 
 
 def main(sites: dict[str, tuple[int, list[int]]], ranks: list[int]) -> None:
-    """PTX by site, rank and kernel."""
+    """PTX by site, rank and kernel, and shared memory by rows of a segment and rank."""
     found: dict[str, str] = {}
     for (name, (inputs, sizes)), rank in itertools.product(sites.items(), ranks):
         found[f"{name} {rank} shrink"] = shrink_ptx(inputs, sizes, rank)
         for form, beside in (("in place", False), ("beside", True)):
             found[f"{name} {rank} expand {form}"] = expand_ptx(inputs, sizes, rank, beside=beside)
-    print(json.dumps(found))
+    shared = {
+        f"{rows} {rank}": shared_bytes(4096, rows, rank)
+        for rows, rank in itertools.product((SHORT_ROWS, LONG_ROWS), ranks)
+    }
+    print(json.dumps({"ptx": found, "shared": shared}))
 
 
 if __name__ == "__main__":

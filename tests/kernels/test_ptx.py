@@ -12,8 +12,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from loramux.ops.tiles import LONG_ROWS, SHORT_ROWS
 
 SITES = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -30,9 +33,13 @@ MAX_SCALARS = 32
 """Loads of 4 bytes that are right: what a segment and a slot are, and the rows' numbers."""
 
 
+SMALL_GPU_SHARED = 99 * 1024
+"""Shared memory of a block where it is least (an L4, an RTX 4090)."""
+
+
 @pytest.fixture(scope="module")
-def ptx() -> dict[str, str]:
-    """PTX of all kernels, compiled in a process without the interpreter."""
+def compiled() -> dict[str, Any]:
+    """All kernels, compiled in a process without the interpreter."""
     script = Path(__file__).with_name("compile_ptx.py")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(script), json.dumps({"sites": SITES, "ranks": RANKS})],
@@ -49,11 +56,19 @@ def ptx() -> dict[str, str]:
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("site", SITES)
 def test_weights_and_activations_are_never_read_two_bytes_at_a_time(
-    ptx: dict[str, str], site: str, rank: int, kernel: str
+    compiled: dict[str, Any], site: str, rank: int, kernel: str
 ) -> None:
-    text = ptx[f"{site} {rank} {kernel}"]
+    text = compiled["ptx"][f"{site} {rank} {kernel}"]
     gains = 2 if kernel == "expand in place" else 0  # one of DoRA's for each thread
     assert len(NARROW.findall(text)) <= gains
     assert not NARROW_COPY.findall(text)
     assert len(SCALAR.findall(text)) <= MAX_SCALARS
     assert WIDE.search(text)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("rows", [SHORT_ROWS, LONG_ROWS])
+def test_the_default_tiles_fit_a_small_gpu_even_in_float32(
+    compiled: dict[str, Any], rows: int, rank: int
+) -> None:
+    assert compiled["shared"][f"{rows} {rank}"] <= SMALL_GPU_SHARED

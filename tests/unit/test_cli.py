@@ -65,6 +65,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "max_loras": 5,
         "device_cache": "1GiB",
         "max_rank": 9,
+        "tuning": "/t.json",
         "max_num_seqs": 11,
         "max_step_tokens": 222,
         "kv_cache": "2GiB",
@@ -114,6 +115,9 @@ def test_field_of_a_new_option_class_needs_no_more_code() -> None:
         ["serve"],
         ["no-such-command"],
         ["generate", "base"],
+        ["tune"],
+        ["tune", "base", "--shape", "llama-8b"],
+        ["tune", "base", "--rank", "0"],
     ],
 )
 def test_wrong_use_exits_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

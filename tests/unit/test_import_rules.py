@@ -19,6 +19,7 @@ from tests.unit.import_graph import Import, first_loads, imports_of, read_packag
 _PURE = ("types", "errors", "config", "plan")
 _ADAPTERS = ("adapters", "adapters.spec")
 _ENGINE = ("engine", "engine.interface")
+_WORKER = ("worker", "model", "lora", "ops", "ops.tuning")
 _FRONT = ("server", *_ENGINE, "engine.build", *_ADAPTERS, *_PURE, "loramux")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -32,26 +33,28 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "adapters.spec": _PURE,
     "adapters": (*_ADAPTERS, *_PURE),
     "scheduling": (*_ADAPTERS, *_PURE),
-    "ops": _PURE,
+    "ops": ("ops.tuning", *_PURE),
+    "ops.tuning": ("ops", *_PURE),
     "lora": ("ops", "adapters.spec", *_PURE),
     "model": ("lora", "ops", "adapters.spec", *_PURE),
     "worker": ("model", "lora", "ops", *_ADAPTERS, *_PURE),
+    "worker.tune": (*_WORKER, *_PURE),
     "engine.interface": ("adapters.spec", *_PURE),
     "engine": (*_ENGINE, "scheduling", *_ADAPTERS, *_PURE),
     # The one place that names concrete parts of a worker.
-    "engine.build": (*_ENGINE, "worker", "model", "lora", "ops", "scheduling", *_ADAPTERS, *_PURE),
+    "engine.build": (*_ENGINE, *_WORKER, "scheduling", *_ADAPTERS, *_PURE),
     "engine.llm": (*_ENGINE, "engine.build", *_PURE),
     "server": ("engine.interface", *_PURE, "loramux"),
     "testing": ("engine.interface", *_ADAPTERS, *_PURE),
     "demo": _FRONT,
-    "cli": ("demo", "engine.llm", *_FRONT),
+    "cli": ("demo", "engine.llm", "worker.tune", "ops.tuning", *_FRONT),
     "__main__": ("cli",),
     "deploy": _FRONT,
 }
 
 WITHOUT_TORCH = (
     "loramux", *_PURE, "engine", "engine.interface", "scheduling", "adapters", "server", "testing",
-    "cli", "demo",
+    "cli", "demo", "ops.tuning",
 )  # fmt: skip
 
 WITH_TORCH = ("adapters.formats.peft", "adapters.identity", "demo.convert", "engine.text")

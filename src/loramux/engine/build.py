@@ -29,6 +29,7 @@ from loramux.ops.interface import LoraOps
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.stacked import StackedOps
 from loramux.ops.torch_attention import TorchAttention
+from loramux.ops.tuning import tile_chooser
 from loramux.ops.upload import Uploads
 from loramux.scheduling.scheduler import Limits
 from loramux.types import Slot
@@ -172,6 +173,8 @@ def choose_backends(
     device, layers = model.model.device, anatomy.attention
     if device.type == "cuda":
         return _cuda_backends(model, layers, num_blocks, options)
+    if options.adapters.tuning is not None:
+        raise ConfigError("a tuning table is for a GPU's kernels: leave --tuning out on a CPU")
     # float32 products start fast enough for one after the other.
     ops = StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
     return Backends(TorchAttention(layers, num_blocks, BLOCK_SIZE, model.dtype, device), ops)
@@ -190,6 +193,7 @@ def _cuda_backends(
         padded_rows=padded_rows(options.adapters.max_loras, max_step_tokens),
         max_rank=options.adapters.max_rank,
         device=device,
+        chooser=tile_chooser(torch.cuda.get_device_name(device), options.adapters.tuning),
     )
     try:
         from loramux.ops.flashinfer_attention import FlashInferAttention

@@ -5,13 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from loramux.ops.interface import SHORT_ROWS
+from loramux.ops.tiles import LONG_FROM, SHORT_ROWS, block_rows_of
 from loramux.ops.upload import Uploads
-
-LONG_ROWS = 64
-"""Rows of a long segment, which re-reads weights less in a prefill."""
-LONG_FROM = 1024
-"""Rows of a step from which on segments are long."""
 
 
 class SegmentBuffers:
@@ -57,11 +52,6 @@ def padded_rows(num_slots: int, max_tokens: int) -> dict[int, int]:
         block_rows_of(rows): block_rows_of(rows) * capacity_of(rows, num_slots, block_rows_of(rows))
         for rows in {min(max_tokens, LONG_FROM - 1), max_tokens}
     }
-
-
-def block_rows_of(num_rows: int) -> int:
-    """Rows of a segment in a step of this many."""
-    return LONG_ROWS if num_rows >= LONG_FROM else SHORT_ROWS
 
 
 def capacity_of(num_rows: int, num_slots: int, block_rows: int) -> int:

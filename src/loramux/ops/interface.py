@@ -41,10 +41,6 @@ class Segment:
     end: int
 
 
-SHORT_ROWS = 16
-"""Rows of a short segment: the least that a matrix unit takes."""
-
-
 class DeviceSegments(Protocol):
     """Segments cut to at most ``block_rows`` rows, on the device; ``lora.segments`` fills them.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,44 +11,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from loramux.ops.interface import SHORT_ROWS, Routing, Site, SlotTables
+from loramux.ops.interface import Routing, Site, SlotTables
 from loramux.ops.layout import ALIGN_BYTES, pad
 from loramux.ops.opaque import register_lora
+from loramux.ops.tiles import MAX_SLICES, DefaultTiles, TileChooser, launches_of, rank_buckets
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
 
-_MAX_SLICES = 3
-"""Slices of one launch; a site with more takes several."""
-_MAX_RANK_BLOCK = 64
-"""Ranks that one block of either kernel takes at most."""
-_MANY = 1 << 20
-"""Input features that are split as much as any."""
 _INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
 # Launch options are no parameters of the kernels, so a type checker cannot know them.
 _shrink: Any = shrink_kernel
 _expand: Any = expand_kernel
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """Tile sizes of one site at one batch size; see docs/performance.md for how they were found."""
-
-    split_k: int
-    block_k: int = 128
-    shrink_ranks: int = 16
-    shrink_warps: int = 4
-    shrink_stages: int = 3
-    block_n: int = 256
-    expand_ranks: int = 16
-    """Divides ``shrink_ranks``."""
-    expand_warps: int = 4
-    expand_stages: int = 1
-    """With ranks above ``expand_ranks`` more would put every plane into shared memory twice."""
-    expand_tiles: int = 1
-    """Column tiles that one block works through."""
-
-
-ChooseTiles = Callable[[int, int, int], Tiles]
-"""Tiles of a site: its input features, the rows of a segment, and the step's rank bucket."""
 
 
 class TritonOps:
@@ -67,12 +38,12 @@ class TritonOps:
         padded_rows: Mapping[int, int],
         max_rank: int,
         device: torch.device,
-        choose: ChooseTiles | None = None,
+        chooser: TileChooser | None = None,
     ) -> None:
         """``padded_rows``: for each length of segments, the most rows that those of a step have
         together when each counts as full. Ranks are at most ``max_rank``.
         """
-        self._choose = choose or choose_tiles
+        self._chooser = chooser or DefaultTiles()
         self.rank_buckets = rank_buckets(max_rank)
         self._rank_bucket = self.rank_buckets[-1]
         self._context: tuple[Tensor, Routing] | None = None
@@ -80,7 +51,7 @@ class TritonOps:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.number = register_lora(self)
         size = max(
-            self._choose(_MANY, block_rows, bucket).split_k * _MAX_SLICES * rows * bucket
+            self._chooser.max_split_k(block_rows, bucket) * MAX_SLICES * rows * bucket
             for block_rows, rows in padded_rows.items()
             for bucket in self.rank_buckets
         )
@@ -168,9 +139,8 @@ class TritonOps:
         *,
         beside: bool,
     ) -> None:
-        column = 0
-        for first in range(0, len(sizes), _MAX_SLICES):
-            part = sizes[first : first + _MAX_SLICES]
+        first = column = 0
+        for part in launches_of(sizes):
             self._launch_slices(
                 y[:, column:],
                 x,
@@ -181,6 +151,7 @@ class TritonOps:
                 routing,
                 beside=beside,
             )
+            first += len(part)
             column += sum(part)
 
     def _launch_slices(
@@ -188,17 +159,17 @@ class TritonOps:
         y: Tensor,
         x: Tensor,
         table: Tensor,
-        sizes: list[int],
+        sizes: tuple[int, ...],
         bias: Tensor | None,
         arena: Tensor,
         routing: Routing,
         *,
         beside: bool,
     ) -> None:
-        """Up to ``_MAX_SLICES`` slices, by one launch of each kernel."""
+        """Up to ``MAX_SLICES`` slices, by one launch of each kernel."""
         segments = routing.device_segments
         in_features, ranks = x.shape[1], self._rank_bucket
-        tiles = self._choose(in_features, segments.block_rows, ranks)
+        tiles = self._chooser.choose(in_features, sizes, x.shape[0], ranks)
         plane_rows = segments.grid * segments.block_rows
         planes = tiles.split_k * len(sizes) * plane_rows * ranks
         assert planes <= self._planes.numel(), "the workspace is sized for the largest step"
@@ -232,7 +203,7 @@ class TritonOps:
             num_warps=tiles.shrink_warps,
             num_stages=tiles.shrink_stages,
         )
-        n0, n1, n2 = sizes + [0] * (_MAX_SLICES - len(sizes))
+        n0, n1, n2 = sizes + (0,) * (MAX_SLICES - len(sizes))
         group = tiles.block_n * tiles.expand_tiles
         _expand[(segments.grid, sum(triton.cdiv(size, group) for size in sizes))](
             y,
@@ -266,28 +237,6 @@ class TritonOps:
             num_warps=tiles.expand_warps,
             num_stages=tiles.expand_stages,
         )
-
-
-def choose_tiles(in_features: int, block_rows: int, rank_bucket: int) -> Tiles:
-    """What was fastest on an H200; docs/performance.md has the figures.
-
-    K is split where few segments would leave the GPU idle; long ones fill it by themselves. Each
-    split is a plane that expand reads again for every column tile, so large ranks take fewer.
-    """
-    ranks = min(rank_bucket, _MAX_RANK_BLOCK)
-    if block_rows > SHORT_ROWS:
-        return Tiles(split_k=1, shrink_ranks=ranks, expand_ranks=ranks, block_n=128)
-    wanted = 8 if rank_bucket <= 16 else 4
-    if in_features > 8192:
-        wanted *= 2
-    blocks = triton.cdiv(pad(in_features), 128)
-    return Tiles(split_k=min(wanted, blocks), shrink_ranks=ranks, expand_ranks=ranks)
-
-
-def rank_buckets(max_rank: int) -> tuple[int, ...]:
-    """Ranks that launches are made for; each is a whole number of blocks of ranks."""
-    largest = -(-max_rank // _MAX_RANK_BLOCK) * _MAX_RANK_BLOCK
-    return (*(bucket for bucket in (16, _MAX_RANK_BLOCK) if bucket < largest), largest)
 
 
 def _table_of(site: Site, tables: SlotTables) -> Tensor:

@@ -1,0 +1,35 @@
+"""The clock of ``loramux tune``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from loramux.ops.tiles import LONG_FROM, SHORT_ROWS, Tiles, choose_tiles
+from loramux.ops.tuning import Shape
+from loramux.worker.tune import SiteCopies, Timer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def copies(device: torch.device) -> SiteCopies:
+    return SiteCopies(Shape(4096, (4096, 1024, 1024)), 16, 32, num_copies=4, device=device)
+
+
+@pytest.mark.parametrize("num_rows", [32, LONG_FROM])
+def test_a_launch_adds_microseconds_and_no_milliseconds(copies: SiteCopies, num_rows: int) -> None:
+    measured = Timer(copies, num_rows).measure(choose_tiles(4096, SHORT_ROWS, 16))
+    assert measured is not None
+    assert -5 < measured.one_adapter < 1000
+    assert 0 < measured.distinct < 1000
+
+
+def test_tiles_without_room_have_no_times(copies: SiteCopies) -> None:
+    too_large = Tiles(split_k=1, block_k=512, shrink_stages=8, shrink_ranks=16)
+    timer = Timer(copies, LONG_FROM)
+    assert timer.measure(too_large) is None
+    assert timer.measure(Tiles(split_k=1)) is not None, "and the next ones are timed as before"
