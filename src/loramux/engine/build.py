@@ -210,6 +210,7 @@ def _cuda_backends(
                 device=device,
                 uploads=uploads,
                 max_step_tokens=max_step_tokens,
+                max_model_len=model.max_model_len,
             )
             compiled = CompiledOptions(ops, uploads, options.scheduler.max_num_seqs)
             return Backends(attention, ops, compiled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -13,16 +13,25 @@ from flashinfer import (  # pyright: ignore[reportMissingImports]
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
 )
+from flashinfer.decode import (  # pyright: ignore[reportMissingImports]
+    xqa_batch_decode_with_kv_cache,
+)
 from torch import Tensor, nn
 
 from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence
 from loramux.ops.opaque import attend, register_attention
-from loramux.ops.triton_kv import write_kv
+from loramux.ops.triton_kv import fill_block_table, write_kv
 from loramux.ops.upload import Uploads
 
 _WORKSPACE_BYTES = 128 * 2**20
 """For partial results of sequences that are split; what FlashInfer recommends."""
 _PLAN_BYTES = 8 * 2**20
+_XQA_BYTES = 40 * 2**20
+"""8 MiB of semaphores, and partial results of sequences that are split."""
+_XQA_UP_TO = 32
+"""Sequences of a step up to which the XQA kernel is faster; it needs no plan and no merge."""
+_XQA_HEADS = 16
+"""Query heads of one key head that XQA takes at most."""
 _TENSOR_CORES_FROM = 4
 """Query heads of one key head from which on FlashInfer's tensor-core kernel decodes faster."""
 
@@ -58,6 +67,7 @@ class FlashInferAttention:
         device: torch.device,
         uploads: Uploads,
         max_step_tokens: int,
+        max_model_len: int,
     ) -> None:
         self._block_size = block_size
         self._dtype = dtype
@@ -94,7 +104,8 @@ class FlashInferAttention:
         ]
         self._decode: dict[tuple[int, int], Any] = {}
         """By group and bucket."""
-        self._active: list[Any] = []
+        self._xqa = _XqaTables(-(-max_model_len // block_size), device)
+        self._active: list[_Run] = []
         self._planned = torch.cuda.Event()
 
     @property
@@ -132,8 +143,9 @@ class FlashInferAttention:
         )
         pages = self._pages(sequences)
         self._uploads.copy(self._blocks, pages.blocks)
-        plan = self._plan_decode if captured else self._plan_prefill
-        self._active = [plan(group, pages) for group in range(len(self._groups))]
+        self._active = [
+            self._plan(group, pages, captured=captured) for group in range(len(self._groups))
+        ]
         self._planned.record()
 
     def attend_group(
@@ -141,7 +153,7 @@ class FlashInferAttention:
     ) -> Tensor:
         """Carries out ``ops.opaque.attend`` for a layer of a group."""
         write_kv(k, v, keys, values, self._cache_rows)
-        return self._active[group].run(q.contiguous(), (keys, values))
+        return self._active[group](q.contiguous(), (keys, values))
 
     def _cache_rows_of(self, sequence: AttentionSequence) -> np.ndarray:
         """Cache row of each new token, ``[num_tokens]`` int64."""
@@ -161,6 +173,44 @@ class FlashInferAttention:
             blocks=np.fromiter(blocks, dtype=np.int32, count=int(counts.sum())),
             last_block_tokens=(lengths - 1) % self._block_size + 1,
         )
+
+    def _plan(self, group: int, pages: _Pages, *, captured: bool) -> _Run:
+        """What computes a group's layers in this step."""
+        if not captured:
+            return self._plan_prefill(group, pages).run
+        if self._takes_xqa(group, len(pages.last_block_tokens)):
+            return self._plan_xqa(group, pages)
+        return self._plan_decode(group, pages).run
+
+    def _takes_xqa(self, group: int, num_sequences: int) -> bool:
+        layer = self._groups[group]
+        return (
+            num_sequences <= _XQA_UP_TO
+            and layer.params.softcap is None
+            and layer.num_heads // layer.kv.num_kv_heads <= _XQA_HEADS
+        )
+
+    def _plan_xqa(self, group: int, pages: _Pages) -> _Run:
+        tables, layer = self._xqa, self._groups[group]
+        tables.fill(self._uploads, pages, self._block_size, self._blocks)
+        num_sequences = len(pages.last_block_tokens)
+        window = layer.params.window
+
+        def run(q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+            return xqa_batch_decode_with_kv_cache(
+                q,
+                cache,
+                tables.workspace,
+                tables.blocks[:num_sequences],
+                tables.lengths[:num_sequences],
+                tables.blocks.shape[1] * self._block_size,
+                bmm1_scale=layer.params.scale,
+                bmm2_scale=1.0,
+                window_left=-1 if window is None else window - 1,
+                kv_layout="NHD",
+            )
+
+        return run
 
     def _plan_decode(self, group: int, pages: _Pages) -> Any:
         bucket = len(pages.last_block_tokens)
@@ -220,6 +270,28 @@ class FlashInferAttention:
             "q_data_type": self._dtype,
             "kv_data_type": self._dtype,
         }
+
+
+_Run = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+"""q ``[T, heads, dim]`` and a layer's keys and values -> ``[T, heads, dim]``."""
+
+
+class _XqaTables:
+    """What XQA reads of a step: block tables side by side, and the sequences' lengths."""
+
+    def __init__(self, max_blocks: int, device: torch.device) -> None:
+        self.workspace = torch.zeros(_XQA_BYTES, dtype=torch.uint8, device=device)
+        self.blocks = torch.zeros(_XQA_UP_TO, max_blocks, dtype=torch.int32, device=device)
+        self.lengths = torch.ones(_XQA_UP_TO, dtype=torch.uint32, device=device)
+        self._starts = torch.zeros(_XQA_UP_TO + 1, dtype=torch.int32, device=device)
+
+    def fill(self, uploads: Uploads, pages: _Pages, block_size: int, blocks: Tensor) -> None:
+        """``blocks``: those of the step on the device, sequence by sequence."""
+        counts = np.diff(pages.block_start)
+        lengths = (counts - 1) * block_size + pages.last_block_tokens
+        uploads.copy(self.lengths, lengths.astype(np.uint32))
+        uploads.copy(self._starts, pages.block_start)
+        fill_block_table(self.blocks[: len(counts)], blocks, self._starts)
 
 
 class _Layer(nn.Module):
