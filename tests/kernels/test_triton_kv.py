@@ -1,11 +1,11 @@
-"""The cache's own kernels against plain indexing."""
+"""Writing to the cache against plain indexing."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from loramux.ops.triton_kv import fill_block_table, write_kv
+from loramux.ops.triton_kv import write_kv
 
 
 @pytest.mark.parametrize("heads", [(2, 8, 8), (3, 24, 16), (1, 64, 64)], ids=str)
@@ -27,15 +27,3 @@ def test_keys_and_values_come_to_their_rows(
     write_kv(k, v, keys, values, rows)
     assert torch.equal(keys, wanted_keys)
     assert torch.equal(values, wanted_values)
-
-
-def test_block_tables_stand_side_by_side(device: torch.device) -> None:
-    counts = [3, 1, 200, 7]
-    blocks = torch.randperm(sum(counts), device=device, dtype=torch.int32)
-    starts = torch.tensor([0, 3, 4, 204, 211], device=device, dtype=torch.int32)
-    table = torch.full((4, 210), -1, device=device, dtype=torch.int32)
-    fill_block_table(table, blocks, starts)
-    for sequence, count in enumerate(counts):
-        first = int(starts[sequence])
-        assert torch.equal(table[sequence, :count], blocks[first : first + count])
-        assert set(table[sequence, count:].tolist()) == {-1}

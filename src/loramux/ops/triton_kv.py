@@ -1,4 +1,4 @@
-"""The paged cache's own small kernels: writing keys and values, and laying block tables out."""
+"""New keys and values into their places of the paged cache, in one launch a layer."""
 
 from __future__ import annotations
 
@@ -41,27 +41,8 @@ def _write_kernel(
     tl.store(values + cache_row * NUM_HEADS * V_DIM + j, tl.load(source, mask=v_mask), mask=v_mask)
 
 
-@triton.jit
-def _table_kernel(
-    blocks,
-    starts,  # [sequences + 1]
-    table,  # [sequences, width]
-    width,
-    BLOCK: tl.constexpr,
-):
-    """One sequence a program."""
-    sequence = tl.program_id(0)
-    first = tl.load(starts + sequence)
-    count = tl.load(starts + sequence + 1) - first
-    for place in range(0, count, BLOCK):
-        i = place + tl.arange(0, BLOCK)
-        found = tl.load(blocks + first + i, mask=i < count, other=0)
-        tl.store(table + sequence.to(tl.int64) * width + i, found, mask=i < count)
-
-
-# Launch options are no parameters of the kernels, so a type checker cannot know them.
+# Launch options are no parameters of the kernel, so a type checker cannot know them.
 _write: Any = _write_kernel
-_fill: Any = _table_kernel
 
 
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, cache_rows: Tensor) -> None:
@@ -90,12 +71,3 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, cache_rows: Ten
         V_BLOCK=triton.next_power_of_2(num_heads * v_dim),
         num_warps=4,
     )
-
-
-def fill_block_table(table: Tensor, blocks: Tensor, starts: Tensor) -> None:
-    """Semantics: table[s, i] = blocks[starts[s] + i] for every block i of every sequence s.
-
-    table ``[sequences, most blocks]`` int32, contiguous, keeps what it held beyond those;
-    starts ``[sequences + 1]`` int32.
-    """
-    _fill[(table.shape[0],)](blocks, starts, table, table.shape[1], BLOCK=128, num_warps=1)
