@@ -17,6 +17,7 @@ from loramux.errors import ModelNotServable
 from loramux.lora.weights import ModuleTable
 from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam, Recorder
 from loramux.model.load import BaseModel
+from loramux.model.stack import decoder_layers, recorded_calls, runs_of
 from loramux.ops.attention import AttentionLayer
 
 _PROBE_TOKENS = 5
@@ -30,6 +31,8 @@ class Anatomy:
     modules: ModuleTable
     sites: tuple[tuple[int, ...], ...]
     """Modules (rows of the table) that run as one linear: consecutive rows, in order of calls."""
+    runs: tuple[tuple[int, ...], ...]
+    """Decoder layers that may run as one module (``model.stack``)."""
     layout: BaseLayout
 
 
@@ -52,9 +55,11 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     hooks = [
         module.register_forward_hook(_recorder(calls, name)) for name, module in linears.items()
     ]
+    stack = decoder_layers(model)
+    layers = [] if stack is None else list(stack[1])
     try:
         tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None] % base.vocab_size
-        with torch.inference_mode():
+        with torch.inference_mode(), recorded_calls(layers) as layer_calls:
             positions = torch.arange(_PROBE_TOKENS, device=model.device)[None]
             model(input_ids=tokens, position_ids=positions, use_cache=False)
     finally:
@@ -76,6 +81,7 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
         attention=recorder.layers,
         modules=ModuleTable(names, shapes),
         sites=_rows(groups),
+        runs=runs_of(layer_calls),
         layout=BaseLayout(base.name, dict(zip(names, shapes, strict=True)), everything - {*names}),
     )
 

@@ -6,12 +6,14 @@ products, attention and LoRA are ops that the compiler does not look into (``ops
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+
+from loramux.model.stack import decoder_layers, join_runs
 
 MIN_ROWS = 2
 """The compiler takes the size 1 for a constant and would compile everything again for it."""
@@ -21,24 +23,23 @@ _MAX_VARIANTS = 64
 """Compilations of one piece of modelling code: forms of a step, times kinds of layers."""
 
 
-def compile_layers(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile every decoder layer, and the small modules next to them, at their first calls."""
+def compile_layers(
+    model: PreTrainedModel,
+    runs: Sequence[Sequence[int]],
+    backend: str | Callable[..., Any] = "inductor",
+) -> None:
+    """Compile the decoder layers, and the small modules next to them, at their first calls.
+
+    ``runs``: layers that run as one (``model.stack``).
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     options = {"combo_kernels": True} if backend == "inductor" else None
-    parent, layers = decoder_layers(model)
-    for layer in layers:
+    stack = decoder_layers(model)
+    assert stack is not None, "the examination has found attention in layers"
+    parent, layers = stack
+    for layer in join_runs(layers, runs):
         layer.compile(fullgraph=True, dynamic=True, backend=backend, options=options)
     for module in parent.children():
         # Norms and rotary embeddings: many small kernels as they are.
         if module is not layers and not any(isinstance(m, _PRODUCTS) for m in module.modules()):
             module.compile(dynamic=True, backend=backend, options=options)
-
-
-def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList]:
-    """The list of modules that have attention inside, and the module that it belongs to."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and any(
-            hasattr(part, "layer_idx") for part in module.modules()
-        ):
-            return model.get_submodule(name.rpartition(".")[0]), module
-    raise AssertionError("the examination found attention in no list of layers")

@@ -118,8 +118,10 @@ class CapturedRunner:
         context: LoraContext,
         options: CompiledOptions,
         *,
+        runs: Sequence[Sequence[int]],
         max_step_tokens: int,
     ) -> None:
+        """``runs``: decoder layers that run as one (``model.stack``)."""
         device = base.model.device
         max_rows = max(max_step_tokens, MIN_ROWS)
         self._base = base
@@ -139,7 +141,7 @@ class CapturedRunner:
                 self._max_logit_rows, base.vocab_size, dtype=base.dtype, device=device
             )
             self._graphs = StepGraphs(logits, max_rows, self._prepare, self._compute)
-        compile_layers(base.model, options.compiler)
+        compile_layers(base.model, runs, options.compiler)
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> None:

@@ -97,6 +97,7 @@ class Worker:
                 backend,
                 context,
                 compiled,
+                runs=anatomy.runs,
                 max_step_tokens=max_step_tokens,
             )
 

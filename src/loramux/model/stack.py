@@ -1,0 +1,151 @@
+"""The decoder layers as a stack: which of them can run as one.
+
+What stands at the end of a layer (adding to the residual stream) and at the beginning of the next
+(its norm) becomes one kernel only if both are compiled together. Layers whose calls differ in
+nothing but the hidden states, each taking what the one before returns, may run as one module. That
+is seen in the examination pass, so it needs no list of architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+TOGETHER = 4
+"""Layers of one compilation: more leave fewer seams, and take longer to compile."""
+
+
+@dataclass
+class LayerCall:
+    """How the model has called one layer."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: Any = None
+
+    def follows(self, other: LayerCall) -> bool:
+        """Whether the two could be one call: this one takes the other's output and the same."""
+        return (
+            isinstance(other.output, Tensor)
+            and len(self.args) == len(other.args) > 0
+            and self.args[0] is other.output
+            and all(map(_same, self.args[1:], other.args[1:]))
+            and self.kwargs.keys() == other.kwargs.keys()
+            and all(_same(self.kwargs[name], other.kwargs[name]) for name in self.kwargs)
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, (Tensor, tuple, list, dict)):
+        return one is other
+    return one is other or bool(one == other)
+
+
+def decoder_layers(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList] | None:
+    """The list of modules that have attention inside, and the module that it belongs to.
+
+    None for a model whose attention is in no list, which the examination refuses.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and any(
+            hasattr(part, "layer_idx") for part in module.modules()
+        ):
+            return model.get_submodule(name.rpartition(".")[0]), module
+    return None
+
+
+@contextmanager
+def recorded_calls(layers: Sequence[nn.Module]) -> Iterator[list[LayerCall]]:
+    """Note how each layer is called; a layer that is not called once takes no part in a run."""
+    calls = [LayerCall() for _ in layers]
+
+    def before(call: LayerCall) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call.args, call.kwargs = args, kwargs
+
+        return note
+
+    def after(call: LayerCall) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            call.output = output
+
+        return note
+
+    hooks = [
+        hook
+        for layer, call in zip(layers, calls, strict=True)
+        for hook in (
+            layer.register_forward_pre_hook(before(call), with_kwargs=True),
+            layer.register_forward_hook(after(call)),
+        )
+    ]
+    try:
+        yield calls
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def runs_of(calls: Sequence[LayerCall], longest: int = TOGETHER) -> tuple[tuple[int, ...], ...]:
+    """Layers, by index, that can run as one module: consecutive ones, at most ``longest``."""
+    runs: list[list[int]] = []
+    for i, call in enumerate(calls):
+        if runs and len(runs[-1]) < longest and call.follows(calls[i - 1]):
+            runs[-1].append(i)
+        else:
+            runs.append([i])
+    return tuple(map(tuple, runs))
+
+
+class _Stands(nn.Module):
+    """Stands in the list for a layer, and has its attributes, which the model may ask for."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class FirstOfRun(_Stands):
+    """Computes all layers of a run."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__(layers[0])
+        self.run = nn.ModuleList(layers)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        for layer in self.run:
+            hidden = layer(hidden, *args, **kwargs)
+        return hidden
+
+
+class RestOfRun(_Stands):
+    """Passes on what the first of its run has computed."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+def join_runs(layers: nn.ModuleList, runs: Sequence[Sequence[int]]) -> list[nn.Module]:
+    """Let each run be computed by one module; those modules, in order."""
+    joined: list[nn.Module] = []
+    for run in runs:
+        members = [layers[i] for i in run]
+        if len(run) == 1:
+            joined += members
+            continue
+        layers[run[0]] = FirstOfRun(members)
+        for i, member in zip(run[1:], members[1:], strict=True):
+            layers[i] = RestOfRun(member)
+        joined.append(layers[run[0]])
+    return joined

@@ -1,0 +1,81 @@
+"""Which decoder layers may run as one, and that doing so changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from loramux.model.stack import decoder_layers, join_runs, recorded_calls, runs_of
+from loramux.testing import tiny_model
+
+
+class Layer(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.calls = 0
+
+    def forward(self, hidden: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Any:
+        self.calls += 1
+        return hidden * 2 + self.number * scale
+
+
+def call(layers: nn.ModuleList, hidden: Tensor, how: str) -> Tensor:
+    shared = torch.ones(1)
+    for i, layer in enumerate(layers):
+        if how == "alike":
+            hidden = layer(hidden, 0.5, mask=shared)
+        elif how == "two kinds":
+            hidden = layer(hidden, mask=shared if i < 3 else None)
+        elif how == "other numbers":
+            hidden = layer(hidden, float(i % 2))
+        elif how == "equal tensors":
+            hidden = layer(hidden, mask=torch.ones(1))
+        elif how == "something between":
+            hidden = layer(hidden + 0)
+        else:
+            hidden = layer(hidden=hidden)
+    return hidden
+
+
+@pytest.mark.parametrize(
+    ("how", "runs"),
+    [
+        ("alike", ((0, 1, 2, 3), (4, 5))),
+        ("two kinds", ((0, 1, 2), (3, 4, 5))),
+        ("other numbers", ((0,), (1,), (2,), (3,), (4,), (5,))),
+        ("equal tensors", ((0,), (1,), (2,), (3,), (4,), (5,))),
+        ("something between", ((0,), (1,), (2,), (3,), (4,), (5,))),
+        ("by keyword", ((0,), (1,), (2,), (3,), (4,), (5,))),
+    ],
+)
+def test_layers_run_as_one_if_their_calls_differ_in_nothing(
+    how: str, runs: tuple[tuple[int, ...], ...]
+) -> None:
+    layers = nn.ModuleList(map(Layer, range(6)))
+    with recorded_calls(list(layers)) as calls:
+        wanted = call(layers, torch.ones(2), how)
+    assert runs_of(calls) == runs
+    originals = list(layers)
+    joined = join_runs(layers, runs)
+    assert len(joined) == len(runs)
+    assert torch.equal(call(layers, torch.ones(2), how), wanted)
+    assert [layer.calls for layer in originals] == [2] * 6
+
+
+def test_a_stand_in_has_the_attributes_of_its_layer() -> None:
+    layers = nn.ModuleList(map(Layer, range(3)))
+    join_runs(layers, [(0, 1, 2)])
+    assert [layer.number for layer in layers] == [0, 1, 2]
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = layers[1].nothing
+
+
+def test_the_layers_of_a_model_are_found() -> None:
+    model = tiny_model()
+    found = decoder_layers(model)
+    assert found is not None
+    assert (found[0], found[1]) == (model.model, model.model.layers)
