@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loramux.lora.layers import Form
 from loramux.model.compile import MIN_ROWS
+from loramux.ops.tiles import FEW_ADAPTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class GraphKey:
     form: Form
     rank_bucket: int = 0
     """Ranks that the LoRA launches are made for; 0 without LoRA."""
+    few: bool = True
+    """At most ``FEW_ADAPTERS`` adapters take part, as they always do without LoRA."""
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -58,16 +61,16 @@ class StepGraphs:
         """The smallest bucket that holds so many rows; None where there is none."""
         return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
 
-    def keys(self, rank_buckets: Iterable[int]) -> list[GraphKey]:
+    def keys(self, rank_bucket: int, num_slots: int) -> list[GraphKey]:
         """Base-only and beside steps of every bucket, the largest first: it makes the pool."""
-        return [
-            key
-            for bucket in reversed(self._buckets)
-            for key in (
-                GraphKey(bucket, Form.NONE),
-                *(GraphKey(bucket, Form.BESIDE, ranks) for ranks in rank_buckets),
-            )
-        ]
+        keys: list[GraphKey] = []
+        for bucket in reversed(self._buckets):
+            keys.append(GraphKey(bucket, Form.NONE))
+            # The step of fewer rows or slots than that cannot have many adapters.
+            if min(bucket, num_slots) > FEW_ADAPTERS:
+                keys.append(GraphKey(bucket, Form.BESIDE, rank_bucket, few=False))
+            keys.append(GraphKey(bucket, Form.BESIDE, rank_bucket, few=True))
+        return keys
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs
