@@ -12,12 +12,13 @@ import torch
 from loramux.lora.layers import Form, LoraContext
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
+from loramux.ops.attention import StepKind
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.tiles import FEW_ADAPTERS
 from loramux.ops.upload import Uploads
 from loramux.plan import StepPlan
 from loramux.worker import runner as module
-from loramux.worker.graphs import StepGraphs, buckets
+from loramux.worker.graphs import StepGraphs, buckets, mixed_buckets
 from loramux.worker.inputs import build_inputs
 from loramux.worker.runner import CapturedRunner, CompiledOptions, EagerRunner
 from tests.cpu.served import part
@@ -31,7 +32,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     """Graphs of steps of up to 32 rows; none can be captured without a GPU."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    return StepGraphs(32, torch.zeros(32, 1), lambda key: None, lambda rows: torch.zeros(rows, 1))
+    return StepGraphs(torch.zeros(32, 1), 128, lambda key: None, lambda key: torch.zeros(1, 1))
 
 
 def test_base_few_and_many_are_captured_for_every_bucket_that_can_have_them(
@@ -39,12 +40,15 @@ def test_base_few_and_many_are_captured_for_every_bucket_that_can_have_them(
 ) -> None:
     keys = graphs.keys(16, num_slots=32)
     assert len(set(keys)) == len(keys)
-    assert {key.bucket for key in keys} == set(buckets(32))
-    for bucket in buckets(32):
-        kinds = [(k.form, k.rank_bucket, k.few) for k in keys if k.bucket == bucket]
-        many = [(Form.BESIDE, 16, False)] if bucket > FEW_ADAPTERS else []
-        assert kinds == [(Form.NONE, 0, True), *many, (Form.BESIDE, 16, True)]
-    assert keys[0].bucket == 32
+    for kind, sizes in ((StepKind.DECODE, buckets(32)), (StepKind.MIXED, mixed_buckets(128))):
+        assert {key.bucket for key in keys if key.kind is kind} == set(sizes)
+        for size in sizes:
+            found = {
+                (k.form, k.rank_bucket, k.few) for k in keys if (k.bucket, k.kind) == (size, kind)
+            }
+            many = {(Form.BESIDE, 16, False)} if size > FEW_ADAPTERS else set()
+            assert found == {(Form.NONE, 0, True), (Form.BESIDE, 16, True)} | many
+    assert keys[0].bucket == 128
 
 
 def test_few_slots_have_no_graphs_for_many_adapters(graphs: StepGraphs) -> None:

@@ -209,7 +209,9 @@ def _cuda_backends(
                 dtype=model.dtype,
                 device=device,
                 uploads=uploads,
+                max_num_seqs=options.scheduler.max_num_seqs,
                 max_step_tokens=max_step_tokens,
+                max_model_len=model.max_model_len,
             )
             compiled = CompiledOptions(ops, uploads, options.scheduler.max_num_seqs)
             return Backends(attention, ops, compiled)

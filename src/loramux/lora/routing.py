@@ -25,9 +25,12 @@ class Routing:
     def __init__(
         self, num_slots: int, max_tokens: int, device: torch.device, uploads: Uploads | None = None
     ) -> None:
+        """With ``uploads`` a step is on the device when their owner has flushed them; else ``fill``
+        sees to it itself."""
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self._uploads = uploads or Uploads(device)
+        self._flushes = uploads is None
         self.token_slot = torch.full((max_tokens,), num_slots, dtype=torch.int32, device=device)
         self.sorted_rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.slot_start = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
@@ -76,8 +79,12 @@ class Routing:
         )
         assert not few or len(self.segments) <= FEW_ADAPTERS, "these adapters are not few"
         num_adapter_rows = self.segments[-1].end if self.segments else 0
+        if self._flushes:
+            self._uploads.begin_step()
         self._segments.fill(starts, few=few)
         self._uploads.copy(self.token_slot, token_slot)
         self._uploads.copy(self.sorted_rows, order)
         self._uploads.copy(self.slot_start, starts)
+        if self._flushes:
+            self._uploads.flush()
         self.adapter_rows = self.sorted_rows[:num_adapter_rows].long()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,12 @@ from flashinfer import (  # pyright: ignore[reportMissingImports]
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
 )
+from flashinfer.decode import (  # pyright: ignore[reportMissingImports]
+    xqa_batch_decode_with_kv_cache,
+)
 from torch import Tensor, nn
 
-from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence
+from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence, StepKind
 from loramux.ops.opaque import attend, register_attention
 from loramux.ops.triton_kv import write_kv
 from loramux.ops.upload import Uploads
@@ -23,6 +26,12 @@ from loramux.ops.upload import Uploads
 _WORKSPACE_BYTES = 128 * 2**20
 """For partial results of sequences that are split; what FlashInfer recommends."""
 _PLAN_BYTES = 8 * 2**20
+_XQA_BYTES = 40 * 2**20
+"""8 MiB of semaphores, and partial results of sequences that are split."""
+_XQA_UP_TO = 32
+"""Sequences of a step up to which the XQA kernel is faster; it needs no plan and no merge."""
+_XQA_HEADS = 16
+"""Query heads of one key head that XQA takes at most."""
 _TENSOR_CORES_FROM = 4
 """Query heads of one key head from which on FlashInfer's tensor-core kernel decodes faster."""
 
@@ -37,6 +46,16 @@ class _Pages:
     """``[sequences + 1]`` int32: first entry of each sequence in ``blocks``."""
     blocks: np.ndarray
     last_block_tokens: np.ndarray
+
+    def padded(self, num_sequences: int) -> _Pages:
+        """The same with sequences behind that have neither rows nor blocks."""
+        missing = num_sequences - len(self.last_block_tokens)
+        return _Pages(
+            np.pad(self.row_start, (0, missing), mode="edge"),
+            np.pad(self.block_start, (0, missing), mode="edge"),
+            self.blocks,
+            np.pad(self.last_block_tokens, (0, missing)),
+        )
 
 
 class FlashInferAttention:
@@ -57,7 +76,9 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
         uploads: Uploads,
+        max_num_seqs: int,
         max_step_tokens: int,
+        max_model_len: int,
     ) -> None:
         self._block_size = block_size
         self._dtype = dtype
@@ -93,8 +114,12 @@ class FlashInferAttention:
             BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD") for _ in self._groups
         ]
         self._decode: dict[tuple[int, int], Any] = {}
-        """By group and bucket."""
-        self._active: list[Any] = []
+        """By group and number of sequences."""
+        self._mixed: dict[tuple[int, int], Any] = {}
+        """By group and number of rows."""
+        self._max_sequences = max_num_seqs + 1  # and the padding
+        self._xqa = _XqaTables(-(-max_model_len // block_size), device)
+        self._active: list[_Run] = []
         self._planned = torch.cuda.Event()
 
     @property
@@ -117,31 +142,36 @@ class FlashInferAttention:
         self,
         sequences: Sequence[AttentionSequence],
         num_rows: int | None = None,
-        *,
-        captured: bool = False,
+        kind: StepKind = StepKind.EAGER,
     ) -> None:
         # FlashInfer copies a plan from a pinned buffer of its own, which the last step's copies
         # must have left. They stand at the beginning of that step, so this hardly ever waits.
         self._planned.synchronize()
         used_rows = sum(s.num_tokens for s in sequences)
-        spare = AttentionSequence(used_rows, 1, 0, (self._spare_block,))
-        padding = [spare] * (0 if num_rows is None else num_rows - used_rows)
-        sequences = [*sequences, *padding]
+        num_padding = 0 if num_rows is None else num_rows - used_rows
+        sequences = [*sequences, *self._padding(used_rows, num_padding, kind)]
         self._uploads.copy(
             self._cache_rows, np.concatenate([self._cache_rows_of(s) for s in sequences])
         )
         pages = self._pages(sequences)
         self._uploads.copy(self._blocks, pages.blocks)
-        plan = self._plan_decode if captured else self._plan_prefill
-        self._active = [plan(group, pages) for group in range(len(self._groups))]
+        self._active = [self._plan(group, pages, kind) for group in range(len(self._groups))]
         self._planned.record()
+
+    def _padding(self, row: int, num_rows: int, kind: StepKind) -> list[AttentionSequence]:
+        """Sequences in the spare block for rows that nobody reads."""
+        if kind is StepKind.DECODE:
+            spare = AttentionSequence(row, 1, 0, (self._spare_block,))
+            return [spare] * num_rows
+        blocks = (self._spare_block,) * -(-num_rows // self._block_size)
+        return [AttentionSequence(row, num_rows, 0, blocks)] if num_rows else []
 
     def attend_group(
         self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
         """Carries out ``ops.opaque.attend`` for a layer of a group."""
         write_kv(k, v, keys, values, self._cache_rows)
-        return self._active[group].run(q.contiguous(), (keys, values))
+        return self._active[group](q.contiguous(), (keys, values))
 
     def _cache_rows_of(self, sequence: AttentionSequence) -> np.ndarray:
         """Cache row of each new token, ``[num_tokens]`` int64."""
@@ -161,6 +191,46 @@ class FlashInferAttention:
             blocks=np.fromiter(blocks, dtype=np.int32, count=int(counts.sum())),
             last_block_tokens=(lengths - 1) % self._block_size + 1,
         )
+
+    def _plan(self, group: int, pages: _Pages, kind: StepKind) -> _Run:
+        """What computes a group's layers in this step."""
+        if kind is StepKind.EAGER:
+            return self._plan_prefill(self._prefill[group], group, pages).run
+        if kind is StepKind.MIXED:
+            return self._plan_mixed(group, pages).run
+        if self._takes_xqa(group, len(pages.last_block_tokens)):
+            return self._plan_xqa(group, pages)
+        return self._plan_decode(group, pages).run
+
+    def _takes_xqa(self, group: int, num_sequences: int) -> bool:
+        layer = self._groups[group]
+        return (
+            num_sequences <= _XQA_UP_TO
+            and layer.params.softcap is None
+            and layer.num_heads // layer.kv.num_kv_heads <= _XQA_HEADS
+        )
+
+    def _plan_xqa(self, group: int, pages: _Pages) -> _Run:
+        tables, layer = self._xqa, self._groups[group]
+        tables.fill(self._uploads, pages, self._block_size)
+        num_sequences = len(pages.last_block_tokens)
+        window = layer.params.window
+
+        def run(q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+            return xqa_batch_decode_with_kv_cache(
+                q,
+                cache,
+                tables.workspace,
+                tables.blocks[:num_sequences],
+                tables.lengths[:num_sequences],
+                tables.blocks.shape[1] * self._block_size,
+                bmm1_scale=layer.params.scale,
+                bmm2_scale=1.0,
+                window_left=-1 if window is None else window - 1,
+                kv_layout="NHD",
+            )
+
+        return run
 
     def _plan_decode(self, group: int, pages: _Pages) -> Any:
         bucket = len(pages.last_block_tokens)
@@ -192,8 +262,30 @@ class FlashInferAttention:
         wrapper.reset_workspace_buffer(self._workspace, self._plans[group])
         return wrapper
 
-    def _plan_prefill(self, group: int, pages: _Pages) -> Any:
-        wrapper = self._prefill[group]
+    def _plan_mixed(self, group: int, pages: _Pages) -> Any:
+        num_rows = int(pages.row_start[-1])
+        if (group, num_rows) not in self._mixed:
+            self._mixed[group, num_rows] = self._new_mixed(group)
+        padded = pages.padded(self._max_sequences)
+        return self._plan_prefill(self._mixed[group, num_rows], group, padded)
+
+    def _new_mixed(self, group: int) -> Any:
+        def zeros(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=zeros(self._max_sequences + 1),
+            paged_kv_indptr_buf=zeros(self._max_sequences + 1),
+            paged_kv_indices_buf=self._blocks,
+            paged_kv_last_page_len_buf=zeros(self._max_sequences),
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._plans[group])
+        return wrapper
+
+    def _plan_prefill(self, wrapper: Any, group: int, pages: _Pages) -> Any:
         options = self._plan_options(group)
         options["head_dim_qk"] = options.pop("head_dim")
         wrapper.plan(
@@ -202,6 +294,8 @@ class FlashInferAttention:
             self._blocks[: len(pages.blocks)],
             self._uploads.stage(pages.last_block_tokens),
             causal=True,
+            # Said here because FlashInfer would go through them one by one in Python.
+            max_token_per_sequence=int(np.diff(pages.row_start).max()),
             **options,
         )
         return wrapper
@@ -220,6 +314,27 @@ class FlashInferAttention:
             "q_data_type": self._dtype,
             "kv_data_type": self._dtype,
         }
+
+
+_Run = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
+"""q ``[T, heads, dim]`` and a layer's keys and values -> ``[T, heads, dim]``."""
+
+
+class _XqaTables:
+    """What XQA reads of a step: block tables side by side, and the sequences' lengths."""
+
+    def __init__(self, max_blocks: int, device: torch.device) -> None:
+        self.workspace = torch.zeros(_XQA_BYTES, dtype=torch.uint8, device=device)
+        self.blocks = torch.zeros(_XQA_UP_TO, max_blocks, dtype=torch.int32, device=device)
+        self.lengths = torch.ones(_XQA_UP_TO, dtype=torch.uint32, device=device)
+        self._rows = list(self.blocks)
+
+    def fill(self, uploads: Uploads, pages: _Pages, block_size: int) -> None:
+        counts = np.diff(pages.block_start)
+        lengths = (counts - 1) * block_size + pages.last_block_tokens
+        uploads.copy(self.lengths, lengths.astype(np.uint32))
+        for row, (start, end) in zip(self._rows, pairwise(pages.block_start), strict=False):
+            uploads.copy(row, pages.blocks[start:end])
 
 
 class _Layer(nn.Module):

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one for each bucket and kind of step, replayed for any adapters."""
+"""CUDA graphs of steps: one for each bucket and kind of step, replayed for any adapters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loramux.lora.layers import Form
 from loramux.model.compile import MIN_ROWS
+from loramux.ops.attention import StepKind
 from loramux.ops.tiles import FEW_ADAPTERS
 
 
@@ -24,6 +25,12 @@ class GraphKey:
     """Ranks that the LoRA launches are made for; 0 without LoRA."""
     few: bool = True
     """At most ``FEW_ADAPTERS`` adapters take part, as they always do without LoRA."""
+    kind: StepKind = StepKind.DECODE
+
+
+def mixed_buckets(max_step_tokens: int) -> list[int]:
+    """Rows of mixed steps with graphs of their own; larger steps keep the GPU busy without."""
+    return [size for size in (64, 128, 192, 256, 384, 512, 768, 1024) if size <= max_step_tokens]
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -42,14 +49,17 @@ class StepGraphs:
 
     def __init__(
         self,
-        max_num_seqs: int,
         logits: Tensor,
+        max_step_tokens: int,
         prepare: Callable[[GraphKey], None],
-        forward: Callable[[int], Tensor],
+        forward: Callable[[GraphKey], Tensor],
     ) -> None:
-        """``prepare`` sets buffers up for an empty step of a key; ``forward`` computes the logits
-        ``[rows, vocab]`` of so many rows, from the buffers; logits ``[max_num_seqs, vocab]``."""
-        self._buckets = buckets(max_num_seqs)
+        """``prepare`` sets buffers up for an empty step of a key; ``forward`` computes its logits
+        ``[rows, vocab]`` from the buffers; ``logits [most rows, vocab]`` is where they go."""
+        self._buckets = {
+            StepKind.DECODE: buckets(logits.shape[0]),
+            StepKind.MIXED: mixed_buckets(max_step_tokens),
+        }
         self._logits = logits
         self._prepare = prepare
         self._forward = forward
@@ -57,19 +67,19 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def bucket_of(self, num_rows: int) -> int | None:
+    def bucket_of(self, kind: StepKind, num_rows: int) -> int | None:
         """The smallest bucket that holds so many rows; None where there is none."""
-        return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
+        return next((bucket for bucket in self._buckets[kind] if bucket >= num_rows), None)
 
     def keys(self, rank_bucket: int, num_slots: int) -> list[GraphKey]:
         """Base-only and beside steps of every bucket, the largest first: it makes the pool."""
         keys: list[GraphKey] = []
-        for bucket in reversed(self._buckets):
-            keys.append(GraphKey(bucket, Form.NONE))
-            # The step of fewer rows or slots than that cannot have many adapters.
-            if min(bucket, num_slots) > FEW_ADAPTERS:
-                keys.append(GraphKey(bucket, Form.BESIDE, rank_bucket, few=False))
-            keys.append(GraphKey(bucket, Form.BESIDE, rank_bucket, few=True))
+        for kind in (StepKind.MIXED, StepKind.DECODE):
+            for bucket in reversed(self._buckets[kind]):
+                # A step of no more rows or slots than these cannot have many adapters.
+                mixes = (False, True) if min(bucket, num_slots) > FEW_ADAPTERS else (True,)
+                keys.append(GraphKey(bucket, Form.NONE, kind=kind))
+                keys += [GraphKey(bucket, Form.BESIDE, rank_bucket, few, kind) for few in mixes]
         return keys
 
     def __contains__(self, key: GraphKey) -> bool:
@@ -80,18 +90,19 @@ class StepGraphs:
         self._prepare(key)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._forward(key.bucket)  # whatever is made at a first call is made outside
+            self._forward(key)  # whatever is made at a first call is made outside
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Not by torch.cuda.graph, which collects garbage each time: that takes longer than this.
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool)
-            self._logits[: key.bucket].copy_(self._forward(key.bucket))
+            logits = self._forward(key)
+            self._logits[: len(logits)].copy_(logits)
             graph.capture_end()
         self._graphs[key] = graph
 
     def replay(self, key: GraphKey) -> Tensor:
-        """Run a captured step; its logits ``[bucket, vocab]``, good until the next replay."""
+        """Run a captured step; its logits ``[rows, vocab]``, good until the next replay."""
         self._graphs[key].replay()
-        return self._logits[: key.bucket]
+        return self._logits

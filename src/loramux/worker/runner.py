@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from loramux.lora.layers import Form, LoraContext
 from loramux.lora.routing import Routing
 from loramux.model.compile import MIN_ROWS, compile_layers
 from loramux.model.load import BaseModel
-from loramux.ops.attention import AttentionBackend
+from loramux.ops.attention import AttentionBackend, StepKind
 from loramux.ops.interface import LoraOps
 from loramux.ops.tiles import FEW_ADAPTERS
 from loramux.ops.upload import Uploads
@@ -107,7 +108,7 @@ class EagerRunner:
 
 
 class CapturedRunner:
-    """Compiled layers over fixed buffers; steps of one token a sequence are replayed as graphs.
+    """Compiled layers over fixed buffers; all but large steps are replayed as graphs.
 
     Graphs are captured at start for plain adapters of small ranks. Others (DoRA, larger ranks) are
     captured when a step first needs one.
@@ -123,21 +124,24 @@ class CapturedRunner:
         max_step_tokens: int,
     ) -> None:
         device = base.model.device
+        max_rows = max(max_step_tokens, MIN_ROWS)
         self._base = base
         self._backend = backend
         self._context = context
         self._ops = options.ops
         self._uploads = options.uploads
-        self._token_ids = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
         self._logit_rows = torch.zeros_like(self._token_ids)
         self._pending_rows = torch.zeros_like(self._token_ids)
         self._pending_sources = torch.zeros_like(self._token_ids)
         self._graphs: StepGraphs | None = None
+        self._max_logit_rows = max(options.max_num_seqs, MIN_ROWS)
         if options.capture:
-            max_rows = max(options.max_num_seqs, MIN_ROWS)
-            logits = torch.zeros(max_rows, base.vocab_size, dtype=base.dtype, device=device)
-            self._graphs = StepGraphs(max_rows, logits, self._prepare, self._decode)
+            logits = torch.zeros(
+                self._max_logit_rows, base.vocab_size, dtype=base.dtype, device=device
+            )
+            self._graphs = StepGraphs(logits, max_rows, self._prepare, self._compute)
         compile_layers(base.model, options.compiler)
 
     @torch.inference_mode()
@@ -162,45 +166,37 @@ class CapturedRunner:
     def run(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
     ) -> Tensor:
-        num_tokens = len(inputs.token_ids)
-        one_each = num_tokens == len(sequences) == len(inputs.logit_rows)
-        bucket = self._graphs.bucket_of(num_tokens) if self._graphs and one_each else None
-        if self._graphs is None or bucket is None:
+        kind = graph_kind(inputs, len(sequences))
+        num_rows = max(len(inputs.token_ids), MIN_ROWS)
+        bucket = self._graphs.bucket_of(kind, num_rows) if self._graphs and kind else None
+        if self._graphs is None or kind is None or bucket is None:
             return self._run_eager(inputs, sequences, last_tokens)
-        key = self._key(bucket, sequences)
+        key = self._key(bucket, sequences, kind)
         if key not in self._graphs:
             self._graphs.capture(key)
-        self._set_up(key, inputs, sequences, captured=True)
+        self._set_up(key, inputs, sequences)
         self._fill_pending(inputs, last_tokens)
-        return self._graphs.replay(key)[:num_tokens]
+        return self._graphs.replay(key)[: len(inputs.logit_rows)]
 
     def _run_eager(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
     ) -> Tensor:
         num_rows = max(len(inputs.token_ids), MIN_ROWS)
-        self._set_up(self._key(num_rows, sequences), inputs, sequences, captured=False)
+        self._set_up(self._key(num_rows, sequences, StepKind.EAGER), inputs, sequences)
         self._fill_pending(inputs, last_tokens)
-        self._uploads.copy(self._logit_rows, inputs.logit_rows)
         return self._forward(num_rows, self._logit_rows[: len(inputs.logit_rows)])
 
-    def _key(self, num_rows: int, sequences: Sequence[SequenceStep]) -> GraphKey:
+    def _key(self, num_rows: int, sequences: Sequence[SequenceStep], kind: StepKind) -> GraphKey:
         tables, slots = self._context.tables, {s.slot for s in sequences}
         max_rank = max((tables.max_rank[slot] for slot in slots), default=0)
         if max_rank == 0:
-            return GraphKey(num_rows, Form.NONE)
+            return GraphKey(num_rows, Form.NONE, kind=kind)
         gain = any(tables.has_gain[slot] for slot in slots)
         form = Form.IN_PLACE if gain else Form.BESIDE
         few = _are_few(slots, self._context)
-        return GraphKey(num_rows, form, self._ops.bucket_of(max_rank), few)
+        return GraphKey(num_rows, form, self._ops.bucket_of(max_rank), few, kind)
 
-    def _set_up(
-        self,
-        key: GraphKey,
-        inputs: StepInputs,
-        sequences: Sequence[SequenceStep],
-        *,
-        captured: bool,
-    ) -> None:
+    def _set_up(self, key: GraphKey, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> None:
         """Bring a step into the buffers that the forward reads."""
         self._uploads.begin_step()
         self._context.form.value = key.form
@@ -211,25 +207,31 @@ class CapturedRunner:
             key.bucket,
             few=key.few,
         )
-        self._backend.begin_step(inputs.attention, key.bucket, captured=captured)
+        self._backend.begin_step(inputs.attention, key.bucket, key.kind)
         self._uploads.copy(self._token_ids, inputs.token_ids)
         self._uploads.copy(self._positions, inputs.positions)
+        # A graph takes as many rows as there could be: those beyond must exist, too.
+        unused = max(0, self._max_logit_rows - len(inputs.logit_rows))
+        self._uploads.copy(self._logit_rows, np.pad(inputs.logit_rows, (0, unused)))
+        self._uploads.copy(self._pending_rows, inputs.pending_rows)
+        self._uploads.copy(self._pending_sources, inputs.pending_sources)
+        self._uploads.flush()
 
     def _fill_pending(self, inputs: StepInputs, last_tokens: Tensor) -> None:
         """Bring in the tokens that the step before samples, which the host does not know."""
         num_pending = len(inputs.pending_rows)
         if not num_pending:
             return
-        self._uploads.copy(self._pending_rows, inputs.pending_rows)
-        self._uploads.copy(self._pending_sources, inputs.pending_sources)
         found = last_tokens.index_select(0, self._pending_sources[:num_pending])
         self._token_ids.index_copy_(0, self._pending_rows[:num_pending], found)
 
     def _prepare(self, key: GraphKey) -> None:
-        self._set_up(key, StepInputs.empty(), (), captured=True)
+        self._set_up(key, StepInputs.empty(), ())
 
-    def _decode(self, num_rows: int) -> Tensor:
-        return self._forward(num_rows, 0)
+    def _compute(self, key: GraphKey) -> Tensor:
+        if key.kind is StepKind.DECODE:
+            return self._forward(key.bucket, 0)
+        return self._forward(key.bucket, self._logit_rows[: min(key.bucket, self._max_logit_rows)])
 
     def _forward(self, num_rows: int, logit_rows: Tensor | int) -> Tensor:
         """``logit_rows`` 0 means all."""
@@ -240,6 +242,15 @@ class CapturedRunner:
             logits_to_keep=logit_rows,
         )
         return output.logits[0]
+
+
+def graph_kind(inputs: StepInputs, num_sequences: int) -> StepKind | None:
+    """The kind of graph that can compute a step; None where none can."""
+    num_tokens = len(inputs.token_ids)
+    if num_tokens == num_sequences and np.array_equal(inputs.logit_rows, np.arange(num_tokens)):
+        return StepKind.DECODE  # whose logits are those of all rows, in their order
+    # Prompt log-probabilities can ask for more rows than a graph has room for.
+    return StepKind.MIXED if len(inputs.logit_rows) <= num_sequences else None
 
 
 def _are_few(slots: Iterable[Slot], context: LoraContext) -> bool:
