@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence, StepKind
 from loramux.ops.opaque import attend, register_attention
-from loramux.ops.triton_kv import write_kv
 from loramux.ops.upload import Uploads
 
 _WORKSPACE_BYTES = 128 * 2**20
@@ -92,8 +91,10 @@ class FlashInferAttention:
             shape = (num_blocks + 1, block_size, num_heads, dim)
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        self._cache_rows = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
         self._layers = {
             i: _Layer(
+                self._cache_rows,
                 cache(layer.kv.num_kv_heads, layer.kv.key_dim),
                 cache(layer.kv.num_kv_heads, layer.kv.value_dim),
                 number,
@@ -101,7 +102,6 @@ class FlashInferAttention:
             )
             for i, layer in layers.items()
         }
-        self._cache_rows = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
         # Captured graphs hold its address, so it is made for the most that a step can name: every
         # block once, and the spare one for each row of padding.
         self._blocks = torch.zeros(num_blocks + max_step_tokens, dtype=torch.int32, device=device)
@@ -166,11 +166,8 @@ class FlashInferAttention:
         blocks = (self._spare_block,) * -(-num_rows // self._block_size)
         return [AttentionSequence(row, num_rows, 0, blocks)] if num_rows else []
 
-    def attend_group(
-        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
+    def attend_group(self, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Carries out ``ops.opaque.attend`` for a layer of a group."""
-        write_kv(k, v, keys, values, self._cache_rows)
         return self._active[group](q.contiguous(), (keys, values))
 
     def _cache_rows_of(self, sequence: AttentionSequence) -> np.ndarray:
@@ -338,10 +335,13 @@ class _XqaTables:
 
 
 class _Layer(nn.Module):
-    """A layer's keys and values, and the op that reads and writes them."""
+    """A layer's keys and values, and the op that reads them."""
 
-    def __init__(self, keys: Tensor, values: Tensor, backend: int, group: int) -> None:
+    def __init__(
+        self, cache_rows: Tensor, keys: Tensor, values: Tensor, backend: int, group: int
+    ) -> None:
         super().__init__()
+        self.register_buffer("cache_rows", cache_rows, persistent=False)
         self.register_buffer("keys", keys, persistent=False)
         self.register_buffer("values", values, persistent=False)
         self.num_bytes = keys.nbytes + values.nbytes
@@ -349,7 +349,11 @@ class _Layer(nn.Module):
         self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, self.keys, self.values, self.backend, self.group)
+        # Plain indexing, which the compiler makes a part of the kernel that rotates k.
+        rows = self.cache_rows[: k.shape[0]]
+        self.keys.view(-1, *k.shape[1:])[rows] = k
+        self.values.view(-1, *v.shape[1:])[rows] = v
+        return attend(q, self.keys, self.values, self.backend, self.group)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
