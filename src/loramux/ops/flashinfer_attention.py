@@ -337,6 +337,10 @@ class _XqaTables:
 class _Layer(nn.Module):
     """A layer's keys and values, and the op that reads them."""
 
+    cache_rows: Tensor
+    keys: Tensor
+    values: Tensor
+
     def __init__(
         self, cache_rows: Tensor, keys: Tensor, values: Tensor, backend: int, group: int
     ) -> None:
