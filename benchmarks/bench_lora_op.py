@@ -25,7 +25,7 @@ from loramux.lora.slots import SlotTables
 from loramux.lora.weights import Placement
 from loramux.ops.interface import Site, Slice
 from loramux.ops.layout import ALIGN_BYTES, OFFSET_A, OFFSET_B, RANK, pad
-from loramux.ops.tiles import TileChooser, Tiles
+from loramux.ops.tiles import FEW_ADAPTERS, TileChooser, Tiles
 from loramux.ops.triton_lora import TritonOps
 from loramux.ops.tuning import tile_chooser
 from loramux.types import Slot
@@ -193,14 +193,15 @@ def measure(
     """Microseconds per layer of one case."""
     slots = rows_of(popularity, rows, model.tables.num_slots)
     base = model.tables.num_slots
-    model.routing.fill([Slot(base if s == BASE else s) for s in slots], [1] * rows)
+    few = len({*slots} - {BASE}) <= FEW_ADAPTERS
+    model.routing.fill([Slot(base if s == BASE else s) for s in slots], [1] * rows, few=few)
     ops = TritonOps(
         padded_rows=padded_rows(model.tables.num_slots, model.routing.max_tokens),
         max_rank=rank,
         device=torch.device("cuda"),
         chooser=chooser,
     )
-    ops.begin_step(rank)
+    ops.begin_step(rank, few=few)
     error = relative_error(model, ops, slots)
     assert error < 1e-2, f"relative error {error}"
     runner = Runner(model, ops, rows)
@@ -239,8 +240,11 @@ class ChangedTiles:
     chooser: TileChooser
     fields: Mapping[str, int]
 
-    def choose(self, in_features: int, sizes: Sequence[int], rows: int, rank_bucket: int) -> Tiles:
-        return replace(self.chooser.choose(in_features, sizes, rows, rank_bucket), **self.fields)
+    def choose(
+        self, in_features: int, sizes: Sequence[int], rows: int, rank_bucket: int, few: bool
+    ) -> Tiles:
+        chosen = self.chooser.choose(in_features, sizes, rows, rank_bucket, few)
+        return replace(chosen, **self.fields)
 
     def max_split_k(self, block_rows: int, rank_bucket: int) -> int:
         return self.fields.get("split_k") or self.chooser.max_split_k(block_rows, rank_bucket)

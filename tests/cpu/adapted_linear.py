@@ -112,9 +112,11 @@ class AdaptedLinear:
         y[:, 0], y[:, -1] = 0.0, -0.0
         return x.to(self.device, self.dtype), y.to(self.device, self.dtype)
 
-    def run(self, ops: LoraOps, slots: Sequence[Slot], x: Tensor, y: Tensor) -> Tensor:
+    def run(
+        self, ops: LoraOps, slots: Sequence[Slot], x: Tensor, y: Tensor, *, few: bool = False
+    ) -> Tensor:
         """What an op makes of y, which stays as it is."""
-        self.routing.fill(slots, [1] * len(slots))
+        self.routing.fill(slots, [1] * len(slots), few=few)
         result = y.clone()
         ops.lora_add_(result, x, self.site, self.store.arena, self.tables, self.routing)
         return result

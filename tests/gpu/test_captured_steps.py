@@ -90,6 +90,13 @@ def llm(adapters: dict[str, Path]) -> LLM:
     return LLM.over(assemble(max_loras=4), {name: str(path) for name, path in adapters.items()})
 
 
+@pytest.fixture(scope="module")
+def roomy(adapters: dict[str, Path]) -> LLM:
+    """With a slot for every adapter, which are more than few."""
+    parts = assemble(max_loras=len(RANKS))
+    return LLM.over(parts, {name: str(path) for name, path in adapters.items()})
+
+
 @pytest.mark.parametrize(
     "names",
     [
@@ -108,6 +115,21 @@ def test_answers_are_those_of_peft(
     llm: LLM, adapters: dict[str, Path], names: list[str | None]
 ) -> None:
     assert_right(generate(llm, names), adapters)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["plain", "odd", "narrow", "large", "larger", None, "plain"],  # many adapters
+        ["odd", "narrow", "plain", None, "odd"],  # few of many slots
+        [*RANKS, None, "plain"],  # many, DoRA among them
+    ],
+    ids=str,
+)
+def test_many_adapters_and_few_of_many_slots_answer_as_peft_does(
+    roomy: LLM, adapters: dict[str, Path], names: list[str | None]
+) -> None:
+    assert_right(generate(roomy, names), adapters)
 
 
 def test_base_rows_keep_every_bit_beside_adapters(llm: LLM) -> None:

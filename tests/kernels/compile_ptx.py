@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from loramux.ops.layout import pad
-from loramux.ops.tiles import LONG_ROWS, SHORT_ROWS, Tiles, choose_tiles
+from loramux.ops.tiles import LONG_ROWS, MIDDLE_ROWS, SHORT_ROWS, Tiles, choose_tiles
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
 
 TYPES = {
@@ -25,6 +25,8 @@ TYPES = {
 }  # fmt: skip
 ALIGNED = ("x", "y", "arena", "planes", "bias", "x_stride", "y_stride", "plane_rows", "plane_ranks")
 """What is a multiple of 16 in every launch."""
+SEGMENTS = ((SHORT_ROWS, True), (SHORT_ROWS, False), (MIDDLE_ROWS, True), (LONG_ROWS, True))
+"""Rows of a segment, and whether the adapters are few; long ones have the same tiles for many."""
 
 
 def compile_kernel(
@@ -50,7 +52,7 @@ def compile_kernel(
 
 
 def shrink_ptx(inputs: int, sizes: list[int], rank: int) -> str:
-    tiles = choose_tiles(inputs, SHORT_ROWS, rank)
+    tiles = choose_tiles(inputs, SHORT_ROWS, rank, few=True)  # the same for many
     constants = _common(sizes, tiles) | {
         "K": inputs, "K_PAD": pad(inputs), "BLOCK_R": tiles.shrink_ranks, "BLOCK_K": tiles.block_k,
     }  # fmt: skip
@@ -58,30 +60,37 @@ def shrink_ptx(inputs: int, sizes: list[int], rank: int) -> str:
     return kernel.asm["ptx"]
 
 
-def expand_ptx(inputs: int, sizes: list[int], rank: int, *, beside: bool) -> str:
-    tiles = choose_tiles(inputs, SHORT_ROWS, rank)
-    constants = _common(sizes, tiles) | {
-        "N0": sizes[0], "N1": sizes[1], "N2": sizes[2], "BLOCK_N": tiles.block_n,
-        "BLOCK_R": tiles.expand_ranks, "HAS_BIAS": False, "BESIDE": beside,
-        "TILES": tiles.expand_tiles, "ONE_BLOCK": rank <= tiles.expand_ranks,
-    }  # fmt: skip
+def expand_ptx(inputs: int, sizes: list[int], rank: int, *, beside: bool, few: bool) -> str:
+    tiles = choose_tiles(inputs, SHORT_ROWS, rank, few=few)
+    constants = _expand_constants(sizes, rank, tiles) | {"BESIDE": beside}
     kernel = compile_kernel(expand_kernel, constants, tiles.expand_warps, tiles.expand_stages)
     return kernel.asm["ptx"]
 
 
-def shared_bytes(inputs: int, rows: int, rank: int) -> int:
-    """Shared memory of a block of shrink by the default rule, in float32 on a small GPU."""
-    tiles = choose_tiles(inputs, rows, rank)
+def shared_bytes(inputs: int, rows: int, rank: int, *, few: bool) -> int:
+    """Most shared memory of a block by the default rule, in float32 on a small GPU."""
+    tiles, sizes = choose_tiles(inputs, rows, rank, few=few), [inputs, 0, 0]
+    wide = {"UNIT": 4, "BLOCK_M": rows, "DOT": tl.float32}
     constants = {
         "K": inputs, "K_PAD": pad(inputs), "BLOCK_R": tiles.shrink_ranks, "BLOCK_K": tiles.block_k,
-        "NUM_SLICES": 1, "UNIT": 4, "SPLIT_K": tiles.split_k, "BLOCK_M": rows, "DOT": tl.float32,
-        "PRECISION": "ieee",
     }  # fmt: skip
-    kernel = compile_kernel(
-        shrink_kernel, constants, tiles.shrink_warps, tiles.shrink_stages,
-        capability=89, dtype="fp32",
+    shrink = compile_kernel(
+        shrink_kernel, _common(sizes, tiles) | constants | wide,
+        tiles.shrink_warps, tiles.shrink_stages, capability=89, dtype="fp32",
     )  # fmt: skip
-    return kernel.metadata.shared
+    expand = compile_kernel(
+        expand_kernel, _expand_constants(sizes, rank, tiles) | {"BESIDE": True} | wide,
+        tiles.expand_warps, tiles.expand_stages, capability=89, dtype="fp32",
+    )  # fmt: skip
+    return max(shrink.metadata.shared, expand.metadata.shared)
+
+
+def _expand_constants(sizes: list[int], rank: int, tiles: Tiles) -> dict[str, Any]:
+    return _common(sizes, tiles) | {
+        "N0": sizes[0], "N1": sizes[1], "N2": sizes[2], "BLOCK_N": tiles.block_n,
+        "BLOCK_R": tiles.expand_ranks, "HAS_BIAS": False, "TILES": tiles.expand_tiles,
+        "ONE_BLOCK": rank <= tiles.expand_ranks,
+    }  # fmt: skip
 
 
 def _common(sizes: list[int], tiles: Tiles) -> dict[str, Any]:
@@ -92,15 +101,21 @@ def _common(sizes: list[int], tiles: Tiles) -> dict[str, Any]:
 
 
 def main(sites: dict[str, tuple[int, list[int]]], ranks: list[int]) -> None:
-    """PTX by site, rank and kernel, and shared memory by rows of a segment and rank."""
+    """PTX by site, rank and kernel, and shared memory by rows of a segment, rank and mix."""
     found: dict[str, str] = {}
     for (name, (inputs, sizes)), rank in itertools.product(sites.items(), ranks):
         found[f"{name} {rank} shrink"] = shrink_ptx(inputs, sizes, rank)
-        for form, beside in (("in place", False), ("beside", True)):
-            found[f"{name} {rank} expand {form}"] = expand_ptx(inputs, sizes, rank, beside=beside)
+        for form, beside, few in (
+            ("in place", False, True),
+            ("beside", True, True),
+            ("beside for many", True, False),
+        ):
+            text = expand_ptx(inputs, sizes, rank, beside=beside, few=few)
+            found[f"{name} {rank} expand {form}"] = text
     shared = {
-        f"{rows} {rank}": shared_bytes(4096, rows, rank)
-        for rows, rank in itertools.product((SHORT_ROWS, LONG_ROWS), ranks)
+        f"{rows} {rank} {few}": shared_bytes(4096, rows, rank, few=few)
+        for rows, few in SEGMENTS
+        for rank in ranks
     }
     print(json.dumps({"ptx": found, "shared": shared}))
 

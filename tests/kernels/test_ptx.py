@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from loramux.ops.tiles import LONG_ROWS, SHORT_ROWS
+from tests.kernels.compile_ptx import SEGMENTS
 
 SITES = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -52,7 +52,9 @@ def compiled() -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("kernel", ["shrink", "expand in place", "expand beside"])
+@pytest.mark.parametrize(
+    "kernel", ["shrink", "expand in place", "expand beside", "expand beside for many"]
+)
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("site", SITES)
 def test_weights_and_activations_are_never_read_two_bytes_at_a_time(
@@ -67,8 +69,8 @@ def test_weights_and_activations_are_never_read_two_bytes_at_a_time(
 
 
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("rows", [SHORT_ROWS, LONG_ROWS])
+@pytest.mark.parametrize(("rows", "few"), SEGMENTS)
 def test_the_default_tiles_fit_a_small_gpu_even_in_float32(
-    compiled: dict[str, Any], rows: int, rank: int
+    compiled: dict[str, Any], rows: int, few: bool, rank: int
 ) -> None:
-    assert compiled["shared"][f"{rows} {rank}"] <= SMALL_GPU_SHARED
+    assert compiled["shared"][f"{rows} {rank} {few}"] <= SMALL_GPU_SHARED

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from loramux.lora.segments import padded_rows
+from loramux.ops.tiles import FEW_ADAPTERS, MIDDLE_FROM
 from loramux.ops.triton_lora import TritonOps
 from loramux.types import Slot
 from tests.cpu.adapted_linear import AdaptedLinear, assert_close, bits, load_slots
@@ -86,6 +87,26 @@ def test_the_delta_form_leaves_every_bit_where_there_is_no_adapter(popularity: s
     for row, slot in enumerate(slots):
         if slot == BASE:
             assert torch.equal(bits((y + delta)[row]), bits(y[row]))
+
+
+@pytest.mark.parametrize("num_rows", [9, MIDDLE_FROM, MIDDLE_FROM + 30])
+@pytest.mark.parametrize("rank", [8, 24, 100])
+def test_a_few_of_many_adapters_have_longer_segments(rank: int, num_rows: int) -> None:
+    num_slots = 2 * FEW_ADAPTERS
+    linear = AdaptedLinear(53, (40, 17), num_slots, max_tokens=200, device=loaded((8,)).device)
+    load_slots(linear, (rank, rank))
+    few_ops = TritonOps(
+        padded_rows=padded_rows(num_slots, linear.max_tokens), max_rank=128, device=linear.device
+    )
+    few_ops.begin_step(rank, few=True)
+    mix = [Slot(slot) for slot in (7, 1, num_slots, 4, 1, 2)]
+    slots = [mix[row % len(mix)] for row in range(num_rows)]
+    x, y = linear.rows(num_rows)
+    got = linear.run(few_ops, slots, x, y, few=True)
+    assert linear.routing.device_segments.block_rows == (16 if num_rows < MIDDLE_FROM else 32)
+    assert_close(got, linear.expected(slots, x, y))
+    base = [row for row, slot in enumerate(slots) if slot == num_slots]
+    assert torch.equal(bits(got[base]), bits(y[base]))
 
 
 def test_segments_longer_than_a_tile_are_cut() -> None:

@@ -16,7 +16,6 @@ from loramux.ops.tiles import DefaultTiles, Tiles, choose_tiles
 from loramux.ops.tuning import (
     Entry,
     Key,
-    Measured,
     Shape,
     Table,
     TableTiles,
@@ -27,14 +26,18 @@ from loramux.ops.tuning import (
 )
 
 GPU = "NVIDIA Test 1"
-SHORT, LONG = "up to 32", "from 1024"
+SHORT, LONG = "up to 16", "from 1024"
 SMALL, LARGE = "up to 16", "from 65"
 ODD = Tiles(split_k=32, block_k=64, block_n=64)
 """Tiles that the default rule never gives."""
 
 
-def table(*entries: tuple[Shape, str, str, Tiles], gpu: str = GPU) -> Table:
-    found = [Entry(Key(shape, rows, rank), tiles, None) for shape, rows, rank, tiles in entries]
+def table(
+    *entries: tuple[Shape, str, str, Tiles], gpu: str = GPU, few: bool = True, time: float = 1.5
+) -> Table:
+    found = [
+        Entry(Key(shape, rows, rank, few), tiles, time) for shape, rows, rank, tiles in entries
+    ]
     return Table(gpu, "2026-01-02", {"torch": "9"}, tuple(found))
 
 
@@ -60,8 +63,9 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
         (Shape(64, (32, 8)), SHORT, SMALL, ODD),
         (Shape(64, (32, 8)), LONG, LARGE, replace(ODD, shrink_ranks=64, expand_ranks=32)),
     )
-    measured = replace(written.entries[0], measured=Measured(1.5, 2.5))
-    written = replace(written, entries=(measured, written.entries[1]))
+    for_many = replace(written.entries[0], key=replace(written.entries[0].key, few=False))
+    by_rule = replace(written.entries[1], measured=None)
+    written = replace(written, entries=(*written.entries[:1], for_many, by_rule))
     write_table(written, tmp_path / "t.json")
     assert read_table(tmp_path / "t.json") == written
 
@@ -81,13 +85,15 @@ def test_a_written_table_has_one_entry_a_line(file: Path) -> None:
         ({"expand_ranks": 8}, "expand_ranks must be from 16 to 64, not 8"),
         ({"shrink_ranks": 32}, "shrink_ranks must be at most 16 for this rank, not 32"),
         ({"rank": "up to 64", "expand_ranks": 32}, "expand_ranks (32) must divide shrink_ranks"),
-        ({"rows": "up to 33"}, "rows is 'up to 33': one of 'up to 32',"),
+        ({"rows": "up to 33"}, "rows is 'up to 33': one of 'up to 16',"),
         ({"rank": 16}, "rank is 16: one of 'up to 16',"),
+        ({"adapters": "some"}, "adapters is 'some': one of 'few', 'many'"),
+        ({"adapters": True}, "adapters is True: one of 'few', 'many'"),
         ({"in": 0}, "in must be a number of features"),
         ({"out": [1, 2, 3, 4]}, "out must be a list of one to 3"),
         ({"tiles": [1]}, "an object is wanted here, not [1]"),
-        ({"measured": {"one_adapter": 1.0}}, "field distinct is missing"),
-        ({"measured": {"one_adapter": "1", "distinct": 2}}, "one_adapter must be microseconds"),
+        ({"measured": {"one_adapter": 1.0}}, "measured must be microseconds or null"),
+        ({"measured": "1"}, "measured must be microseconds or null, not '1'"),
         ({"colour": "red"}, "unknown field colour"),
     ],
 )
@@ -136,8 +142,8 @@ def test_the_very_shape_goes_before_a_near_one() -> None:
     tiles = TableTiles(
         [table((Shape(64, (40,)), SHORT, SMALL, near), (Shape(64, (32, 8)), SHORT, SMALL, exact))]
     )
-    assert tiles.choose(64, [32, 8], 32, 16) == exact
-    assert tiles.choose(64, [40], 32, 16) == near
+    assert tiles.choose(64, [32, 8], 16, 16, True) == exact
+    assert tiles.choose(64, [40], 16, 16, True) == near
 
 
 def test_the_nearest_shape_serves_where_there_is_no_entry() -> None:
@@ -145,29 +151,38 @@ def test_the_nearest_shape_serves_where_there_is_no_entry() -> None:
     tiles = TableTiles(
         [table((Shape(64, (64,)), SHORT, SMALL, first), (Shape(256, (256,)), SHORT, SMALL, second))]
     )
-    assert tiles.choose(80, [40, 40], 1, 16) == first
-    assert tiles.choose(200, [100, 100], 1, 16) == second
+    assert tiles.choose(80, [40, 40], 1, 16, True) == first
+    assert tiles.choose(200, [100, 100], 1, 16, True) == second
 
 
 @pytest.mark.parametrize(("in_features", "near"), [(256, True), (257, False), (16, True)])
 def test_a_shape_of_another_size_is_not_near(in_features: int, near: bool) -> None:
     tiles = TableTiles([table((Shape(64, (64,)), SHORT, SMALL, ODD))])
-    found = tiles.choose(in_features, [64], 1, 16)
-    assert found == (ODD if near else DefaultTiles().choose(in_features, [64], 1, 16))
+    found = tiles.choose(in_features, [64], 1, 16, True)
+    assert found == (ODD if near else DefaultTiles().choose(in_features, [64], 1, 16, True))
 
 
 @pytest.mark.parametrize(
     ("rows", "rank_bucket", "known"),
-    [(1, 16, True), (32, 16, True), (33, 16, False), (1024, 16, False), (32, 64, False)],
+    [(1, 16, True), (16, 16, True), (17, 16, False), (1024, 16, False), (16, 64, False)],
 )
 def test_entries_hold_for_their_buckets_only(rows: int, rank_bucket: int, known: bool) -> None:
     tiles = TableTiles([table((Shape(64, (64,)), SHORT, SMALL, ODD))])
-    assert (tiles.choose(64, [64], rows, rank_bucket) == ODD) is known
+    assert (tiles.choose(64, [64], rows, rank_bucket, True) == ODD) is known
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_entries_for_few_adapters_are_not_for_many(few: bool) -> None:
+    tiles = TableTiles([table((Shape(64, (64,)), SHORT, SMALL, ODD), few=few)])
+    for in_features in (64, 80):
+        assert tiles.choose(in_features, [64], 1, 16, few) == ODD
+        by_rule = DefaultTiles().choose(in_features, [64], 1, 16, not few)
+        assert tiles.choose(in_features, [64], 1, 16, not few) == by_rule
 
 
 def test_large_ranks_share_a_bucket() -> None:
     tiles = TableTiles([table((Shape(64, (64,)), LONG, LARGE, ODD))])
-    assert [tiles.choose(64, [64], 4096, bucket) == ODD for bucket in (64, 128, 512)] == [
+    assert [tiles.choose(64, [64], 4096, bucket, True) == ODD for bucket in (64, 128, 512)] == [
         False, True, True,
     ]  # fmt: skip
 
@@ -177,8 +192,8 @@ def test_an_earlier_table_goes_before_a_later_one() -> None:
     own = table((shapes[0], SHORT, SMALL, ODD))
     shipped = table(*((shape, SHORT, SMALL, Tiles(split_k=1)) for shape in shapes))
     tiles = TableTiles([own, shipped])
-    assert tiles.choose(64, [64], 1, 16) == ODD
-    assert tiles.choose(4096, [64], 1, 16) == Tiles(split_k=1)
+    assert tiles.choose(64, [64], 1, 16, True) == ODD
+    assert tiles.choose(4096, [64], 1, 16, True) == Tiles(split_k=1)
 
 
 def test_the_workspace_is_for_the_most_splits_of_table_and_rule() -> None:
@@ -196,16 +211,74 @@ def test_the_workspace_is_for_the_most_splits_of_table_and_rule() -> None:
     assert tiles.max_split_k(16, 64) == by_rule.max_split_k(16, 64) == 8
 
 
+@pytest.mark.parametrize(("few", "middle"), [(True, 64), (False, 8)])
+def test_an_entry_for_steps_of_two_segment_lengths_counts_for_both(few: bool, middle: int) -> None:
+    # Few adapters: 16 rows a segment up to 127 rows of the step, 32 from 128 on.
+    tiles = TableTiles(
+        [table((Shape(64, (64,)), "up to 128", SMALL, replace(ODD, split_k=64)), few=few)]
+    )
+    assert tiles.max_split_k(16, 16) == 64
+    assert tiles.max_split_k(32, 16) == middle
+    assert tiles.max_split_k(64, 16) == 1
+
+
+@pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("rank_bucket", [16, 64, 512])
-@pytest.mark.parametrize("rows", [1, 1023, 1024])
+@pytest.mark.parametrize("rows", [1, 127, 128, 1023, 1024])
 @pytest.mark.parametrize("in_features", [8, 53, 4096, 14336, 53248])
 def test_the_rule_stays_within_its_own_most_splits(
-    in_features: int, rows: int, rank_bucket: int
+    in_features: int, rows: int, rank_bucket: int, few: bool
 ) -> None:
-    rule, block_rows = DefaultTiles(), 64 if rows >= 1024 else 16
-    found = rule.choose(in_features, [64], rows, rank_bucket)
-    assert found == choose_tiles(in_features, block_rows, rank_bucket)
+    rule, block_rows = DefaultTiles(), 64 if rows >= 1024 else 32 if few and rows >= 128 else 16
+    found = rule.choose(in_features, [64], rows, rank_bucket, few)
+    assert found == choose_tiles(in_features, block_rows, rank_bucket, few=few)
     assert found.split_k <= rule.max_split_k(block_rows, rank_bucket)
+
+
+@pytest.mark.parametrize(
+    ("in_features", "rows", "rank_bucket", "few", "splits", "tiles"),
+    [
+        (4096, 64, 16, True, 8, 1),
+        (4096, 64, 16, False, 8, 2),
+        (4096, 64, 64, False, 4, 2),
+        (4096, 64, 128, False, 4, 1),
+        (4096, 128, 16, True, 4, 1),
+        (14336, 128, 16, True, 8, 1),
+        (4096, 2048, 16, False, 1, 1),
+    ],
+)
+def test_the_rule_gives_many_adapters_several_tiles_and_middle_segments_fewer_splits(
+    in_features: int, rows: int, rank_bucket: int, few: bool, splits: int, tiles: int
+) -> None:
+    found = DefaultTiles().choose(in_features, [64], rows, rank_bucket, few)
+    assert (found.split_k, found.expand_tiles, found.expand_stages) == (splits, tiles, tiles)
+
+
+def test_a_renewed_table_keeps_what_was_not_measured_again() -> None:
+    shapes = Shape(64, (64,)), Shape(128, (64,)), Shape(256, (64,))
+    old = table(*((s, SHORT, SMALL, ODD) for s in shapes[:2]), time=3.0)
+    new = replace(
+        table(*((s, SHORT, SMALL, Tiles(split_k=1)) for s in shapes[1:])), date="2027-01-01"
+    )
+    found = old.updated(new)
+    assert (found.date, found.versions) == ("2027-01-01", new.versions)
+    assert found.entries == (old.entries[0], *new.entries)
+
+
+def test_a_table_that_cannot_be_written_stays_as_it_was(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = read_table(file)
+
+    def full(self: Path, text: str, **how: Any) -> int:
+        with self.open("w") as unfinished:
+            unfinished.write(text[:20])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_table(replace(before, date="2027-01-01"), file)
+    assert read_table(file) == before
 
 
 def test_an_unknown_gpu_takes_the_rule_and_says_how_to_tune(
@@ -230,10 +303,10 @@ def test_a_given_table_goes_before_the_shipped_one(
     shape, other = Shape(64, (32, 8)), Shape(4096, (4096,))
     shipped = table(*((s, SHORT, SMALL, Tiles(split_k=1)) for s in (shape, other)))
     write_table(shipped, tmp_path / file_name(GPU))
-    assert tile_chooser(GPU, None).choose(64, [32, 8], 1, 16) == Tiles(split_k=1)
+    assert tile_chooser(GPU, None).choose(64, [32, 8], 1, 16, True) == Tiles(split_k=1)
     both = tile_chooser(GPU, str(file))
-    assert both.choose(64, [32, 8], 1, 16) == ODD
-    assert both.choose(4096, [4096], 1, 16) == Tiles(split_k=1)
+    assert both.choose(64, [32, 8], 1, 16, True) == ODD
+    assert both.choose(4096, [4096], 1, 16, True) == Tiles(split_k=1)
 
 
 SHIPPED = sorted((Path(loramux.__file__).parent / "ops" / "tuned").glob("*"))

@@ -10,7 +10,7 @@ import typer
 
 from loramux.cli.logs import setup_logging
 from loramux.errors import ConfigError
-from loramux.ops.tuning import Entry, Measured, file_name, write_table
+from loramux.ops.tuning import ROW_BUCKETS, Entry, Table, file_name, read_table, write_table
 
 
 def tune(
@@ -25,16 +25,27 @@ def tune(
         list[int] | None,
         typer.Option(min=1, help="Rank of the adapters; may be repeated; default: 16 and 64."),
     ] = None,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            help="Measure only steps like those of so many rows; may be repeated; default: all.",
+        ),
+    ] = None,
     max_loras: Annotated[
         int, typer.Option(min=1, help="Slots: adapters in a batch that has as many as it can.")
     ] = 32,
     out: Annotated[
-        Path | None, typer.Option(help="File to write; default: one named after the GPU, here.")
+        Path | None,
+        typer.Option(
+            help="File to write, or to renew what is measured now; default: one named after the "
+            "GPU, here."
+        ),
     ] = None,
 ) -> None:
     """Measure tile sizes for BASE on this GPU and write a table for ``loramux serve --tuning``.
 
-    Takes some minutes, most of which go into compiling kernels.
+    Takes some minutes. What is found is written shape by shape.
     """
     if (base is None) == (shape is None):
         raise typer.BadParameter("name a BASE or a --shape, and not both")
@@ -44,29 +55,47 @@ def tune(
 
     started = time.perf_counter()
     try:
-        worker.require_gpu()
-        shapes = worker.shapes_named(shape) if shape else worker.shapes_of_base(base or "")
-        typer.echo(f"{'microseconds added: one adapter, distinct':>90}   (by the rule)")
-        table = worker.tune(shapes, rank or [16, 64], max_loras, _print)
+        gpu = worker.gpu_name()
+        file = out or Path(file_name(gpu))
+        table = _table_in(file, gpu)
+        cases = worker.Cases(
+            shapes=worker.shapes_named(shape) if shape else worker.shapes_of_base(base or ""),
+            ranks=rank or [16, 64],
+            rows=rows or [numbers[-1] for numbers in ROW_BUCKETS.values()],
+            num_slots=max_loras,
+        )
+        typer.echo(f"{'microseconds added':>108}  (by the rule)")
+        for found in worker.tune(cases, _print):
+            table = table.updated(found)
+            write_table(table, file)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    file = out or Path(file_name(table.gpu))
-    write_table(table, file)
     seconds = time.perf_counter() - started
-    typer.echo(f"wrote {len(table.entries)} entries for {table.gpu} to {file} in {seconds:.0f} s")
+    typer.echo(f"{file} has {len(table.entries)} entries for {gpu} after {seconds:.0f} s")
 
 
-def _print(entry: Entry, rule: Measured | None) -> None:
+def _table_in(file: Path, gpu: str) -> Table:
+    """What a file holds already, if there is one. Raises ConfigError."""
+    if not file.exists():
+        return Table(gpu, date="", versions={}, entries=())
+    table = read_table(file)
+    if table.gpu != gpu:
+        raise ConfigError(
+            f"the tuning table {file} is for {table.gpu!r} and this GPU is {gpu!r}: name another "
+            "file by --out"
+        )
+    return table
+
+
+def _print(entry: Entry, rule: float | None) -> None:
     """One line for each entry as it is found."""
-    tiles, times = entry.tiles, entry.measured
-    if times is None:
-        typer.echo(f"{entry.key!s:52} no tiles fit this GPU: left to the rule")
+    tiles, measured = entry.tiles, entry.measured
+    if measured is None:
+        typer.echo(f"{entry.key!s:69} no tiles fit this GPU: left to the rule")
         return
     chosen = (
-        f"{tiles.split_k}x{tiles.block_k} s{tiles.shrink_stages}, "
-        f"{tiles.block_n} w{tiles.expand_warps} s{tiles.expand_stages}"
+        f"{tiles.split_k}x{tiles.block_k} s{tiles.shrink_stages}, {tiles.expand_tiles}x"
+        f"{tiles.block_n} s{tiles.expand_stages} w{tiles.expand_warps}"
     )
-    line = f"{entry.key!s:52} {chosen:22} {times.one_adapter:7.2f} {times.distinct:7.2f}"
-    if rule is not None:
-        line += f"   ({rule.one_adapter:.2f} {rule.distinct:.2f})"
-    typer.echo(line)
+    line = f"{entry.key!s:69} {chosen:24} {measured:12.2f}"
+    typer.echo(line if rule is None else f"{line}  ({rule:.2f})")

@@ -9,6 +9,7 @@ import torch
 
 from loramux.lora.segments import SegmentBuffers
 from loramux.ops.interface import Segment
+from loramux.ops.tiles import FEW_ADAPTERS
 from loramux.ops.upload import Uploads
 from loramux.types import Slot
 
@@ -24,9 +25,12 @@ class Routing:
     def __init__(
         self, num_slots: int, max_tokens: int, device: torch.device, uploads: Uploads | None = None
     ) -> None:
+        """With ``uploads`` a step is on the device when their owner has flushed them; else ``fill``
+        sees to it itself."""
         self.num_slots = num_slots
         self.max_tokens = max_tokens
         self._uploads = uploads or Uploads(device)
+        self._flushes = uploads is None
         self.token_slot = torch.full((max_tokens,), num_slots, dtype=torch.int32, device=device)
         self.sorted_rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.slot_start = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
@@ -44,11 +48,17 @@ class Routing:
         return self._segments
 
     def fill(
-        self, slots: Sequence[Slot], tokens_per_seq: Sequence[int], num_rows: int | None = None
+        self,
+        slots: Sequence[Slot],
+        tokens_per_seq: Sequence[int],
+        num_rows: int | None = None,
+        *,
+        few: bool = False,
     ) -> None:
         """Set a step up from each sequence's slot and its number of tokens.
 
-        ``num_rows`` are computed, padding included; by default there is none.
+        ``num_rows`` are computed, padding included; by default there is none. ``few`` cuts segments
+        for at most ``FEW_ADAPTERS`` adapters, which the step must then keep to.
         """
         expanded = np.repeat(
             np.asarray(slots, dtype=np.int32), np.asarray(tokens_per_seq, dtype=np.int64)
@@ -67,9 +77,14 @@ class Routing:
             Segment(slot, int(starts[slot]), int(starts[slot + 1]))
             for slot in np.flatnonzero(counts[: self.num_slots]).tolist()
         )
+        assert not few or len(self.segments) <= FEW_ADAPTERS, "these adapters are not few"
         num_adapter_rows = self.segments[-1].end if self.segments else 0
-        self._segments.fill(starts)
+        if self._flushes:
+            self._uploads.begin_step()
+        self._segments.fill(starts, few=few)
         self._uploads.copy(self.token_slot, token_slot)
         self._uploads.copy(self.sorted_rows, order)
         self._uploads.copy(self.slot_start, starts)
+        if self._flushes:
+            self._uploads.flush()
         self.adapter_rows = self.sorted_rows[:num_adapter_rows].long()

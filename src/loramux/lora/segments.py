@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import torch
 
-from loramux.ops.tiles import LONG_FROM, SHORT_ROWS, block_rows_of
+from loramux.ops.tiles import FEW_ADAPTERS, LONG_FROM, MIDDLE_FROM, SHORT_ROWS, block_rows_of
 from loramux.ops.upload import Uploads
 
 
@@ -26,11 +28,11 @@ class SegmentBuffers:
         self.block_rows = SHORT_ROWS
         self.grid = 0
 
-    def fill(self, slot_start: np.ndarray) -> None:
+    def fill(self, slot_start: np.ndarray, *, few: bool) -> None:
         """Cut the sorted rows; ``slot_start [slots + 2]`` says where each slot's begin."""
         num_rows = int(slot_start[-1])
-        self.block_rows = block_rows_of(num_rows)
-        self.grid = capacity_of(num_rows, self._num_slots, self.block_rows)
+        self.block_rows = block_rows_of(num_rows, few)
+        self.grid = capacity_of(num_rows, self._num_slots, few=few)
         counts = np.diff(slot_start)
         pieces = -(-counts // self.block_rows)
         slot = np.repeat(np.arange(len(counts), dtype=np.int32), pieces)
@@ -46,14 +48,18 @@ class SegmentBuffers:
 def padded_rows(num_slots: int, max_tokens: int) -> dict[int, int]:
     """Most rows that all segments of a step have together when each counts as full.
 
-    By the rows of a segment: short ones, and long ones where steps can be so large.
+    By the rows of a segment: of each length that occurs in steps of up to ``max_tokens`` rows.
     """
-    return {
-        block_rows_of(rows): block_rows_of(rows) * capacity_of(rows, num_slots, block_rows_of(rows))
-        for rows in {min(max_tokens, LONG_FROM - 1), max_tokens}
-    }
+    largest_steps = {min(rows, max_tokens) for rows in (MIDDLE_FROM - 1, LONG_FROM - 1, max_tokens)}
+    most: dict[int, int] = {}
+    for few, rows in itertools.product((False, True), largest_steps):
+        block_rows = block_rows_of(rows, few)
+        padded = block_rows * capacity_of(rows, num_slots, few=few)
+        most[block_rows] = max(padded, most.get(block_rows, 0))
+    return most
 
 
-def capacity_of(num_rows: int, num_slots: int, block_rows: int) -> int:
-    """Most segments that rows of up to ``num_slots`` adapters and the base can make."""
-    return min(num_rows, num_slots + 1 + num_rows // block_rows)
+def capacity_of(num_rows: int, num_slots: int, *, few: bool) -> int:
+    """Most segments that so many rows can make, of the base and of few adapters or all slots'."""
+    num_adapters = min(FEW_ADAPTERS, num_slots) if few else num_slots
+    return min(num_rows, num_adapters + 1 + num_rows // block_rows_of(num_rows, few))

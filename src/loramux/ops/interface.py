@@ -54,7 +54,8 @@ class DeviceSegments(Protocol):
     rows: Tensor
     block_rows: int
     grid: int
-    """Entries that a kernel must look at; depends on the step's bucket alone."""
+    """Entries that a kernel must look at; depends on the step's bucket alone, and on whether its
+    adapters are few."""
 
 
 class Routing(Protocol):
@@ -98,8 +99,8 @@ class LoraOps(Protocol):
 
     name: str
 
-    def begin_step(self, max_rank: int) -> None:
-        """Say how large the ranks of the next step's adapters are."""
+    def begin_step(self, max_rank: int, *, few: bool) -> None:
+        """Say how large the ranks of the next step's adapters are, and whether these are few."""
         ...
 
     def lora_add_(

@@ -36,8 +36,8 @@ class ReferenceOps:
         # stays what it is.
         self._views: dict[tuple[int, int], ModuleViews] = {}
 
-    def begin_step(self, max_rank: int) -> None:
-        """Nothing here depends on it."""
+    def begin_step(self, max_rank: int, *, few: bool) -> None:
+        """Nothing here depends on them."""
 
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing

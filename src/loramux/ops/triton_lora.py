@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,12 +22,26 @@ _INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
 _shrink: Any = shrink_kernel
 _expand: Any = expand_kernel
 
+Launch = Callable[..., None]
+"""Takes a kernel, its grid, its arguments and its options."""
+
+
+def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """What a launch does."""
+    kernel[grid](*arguments, **options)
+
+
+def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Instead of a launch: have the kernel compiled that it would run."""
+    kernel.warmup(*arguments, grid=grid, **options)
+
 
 class TritonOps:
     """Implements ``ops.interface.LoraOps`` with two launches for each site of up to three slices.
 
-    Grids depend on the step's bucket only and nothing is allocated, so launches can be captured in
-    a CUDA graph and replayed for other adapters of the same rank bucket.
+    Grids depend on the step's bucket and on whether its adapters are few, and nothing is allocated,
+    so launches can be captured in a CUDA graph and replayed for other adapters, few or many as the
+    captured ones, of the same rank bucket.
     """
 
     name = "triton"
@@ -39,13 +53,16 @@ class TritonOps:
         max_rank: int,
         device: torch.device,
         chooser: TileChooser | None = None,
+        launch: Launch = run_kernel,
     ) -> None:
         """``padded_rows``: for each length of segments, the most rows that those of a step have
         together when each counts as full. Ranks are at most ``max_rank``.
         """
         self._chooser = chooser or DefaultTiles()
+        self._run = launch
         self.rank_buckets = rank_buckets(max_rank)
         self._rank_bucket = self.rank_buckets[-1]
+        self._few = False
         self._context: tuple[Tensor, Routing] | None = None
         # Made here, so that every capture forks to the same stream.
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -65,9 +82,10 @@ class TritonOps:
         """What the ops inside compiled layers read beside their arguments."""
         self._context = (arena, routing)
 
-    def begin_step(self, max_rank: int) -> None:
-        """Say how large the ranks of the step's adapters are; sets the rank bucket."""
+    def begin_step(self, max_rank: int, *, few: bool) -> None:
+        """Say how large the ranks of the step's adapters are, and whether these are few."""
         self._rank_bucket = self.bucket_of(max_rank)
+        self._few = few
 
     def bucket_of(self, max_rank: int) -> int:
         """The smallest rank bucket that holds a rank."""
@@ -169,15 +187,15 @@ class TritonOps:
         """Up to ``MAX_SLICES`` slices, by one launch of each kernel."""
         segments = routing.device_segments
         in_features, ranks = x.shape[1], self._rank_bucket
-        tiles = self._chooser.choose(in_features, sizes, x.shape[0], ranks)
+        tiles = self._chooser.choose(in_features, sizes, x.shape[0], ranks, self._few)
         plane_rows = segments.grid * segments.block_rows
         planes = tiles.split_k * len(sizes) * plane_rows * ranks
         assert planes <= self._planes.numel(), "the workspace is sized for the largest step"
         unit = ALIGN_BYTES // arena.element_size()
         dot = tl.bfloat16 if arena.dtype == torch.bfloat16 and not _INTERPRETED else tl.float32
-        _shrink[
-            (segments.grid, len(sizes) * triton.cdiv(ranks, tiles.shrink_ranks), tiles.split_k)
-        ](
+        self._run(
+            _shrink,
+            (segments.grid, len(sizes) * triton.cdiv(ranks, tiles.shrink_ranks), tiles.split_k),
             x,
             self._planes,
             arena,
@@ -205,7 +223,9 @@ class TritonOps:
         )
         n0, n1, n2 = sizes + (0,) * (MAX_SLICES - len(sizes))
         group = tiles.block_n * tiles.expand_tiles
-        _expand[(segments.grid, sum(triton.cdiv(size, group) for size in sizes))](
+        self._run(
+            _expand,
+            (segments.grid, sum(triton.cdiv(size, group) for size in sizes)),
             y,
             self._planes,
             arena,

@@ -1,20 +1,21 @@
 """Tables of tile sizes: one JSON file for each GPU, made by ``loramux tune``.
 
 Those in ``ops/tuned`` are shipped. An entry holds for launches of one shape (input features, sizes
-of the slices), a bucket of the step's rows and a bucket of ranks. Lookup takes the entry of the
-very shape; else that of the nearest shape with the same buckets; else ``choose_tiles``. Nearest is
-the least ``|log2(in / in')| + |log2(out / out')|``, where out is the sum of the slices, as long as
-it is at most 2 (a factor of four).
+of the slices), a bucket of the step's rows, a bucket of ranks, and few or many adapters. Lookup
+takes the entry of the very shape; else that of the nearest shape with all else the same; else
+``choose_tiles``. Nearest is the least ``|log2(in / in')| + |log2(out / out')|``, where out is the
+sum of the slices, as long as it is at most 2 (a factor of four).
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from loramux.ops.tiles import (
 log = logging.getLogger(__name__)
 
 ROW_BUCKETS = {
-    "up to 32": range(33),
-    "up to 128": range(33, 129),
+    "up to 16": range(17),
+    "up to 64": range(17, 65),
+    "up to 128": range(65, 129),
     f"up to {LONG_FROM - 1}": range(129, LONG_FROM),
     f"from {LONG_FROM}": range(LONG_FROM, sys.maxsize),
 }
@@ -45,6 +47,8 @@ RANK_BUCKETS = {
     "from 65": range(65, sys.maxsize),
 }
 """Rank buckets of a step, by the name that a table gives them."""
+ADAPTERS = {"few": True, "many": False}
+"""Whether a step's adapters are few, by the name that a table gives it."""
 
 _LIMITS = {
     "split_k": (1, 64),
@@ -90,32 +94,22 @@ class Key:
     shape: Shape
     rows: str
     rank: str
+    few: bool
 
     def __str__(self) -> str:
-        return f"{self.shape}, rows {self.rows}, rank {self.rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Microseconds that a launch adds beside the base's product."""
-
-    one_adapter: float
-    distinct: float
-    """With as many adapters as there are slots."""
-
-    @property
-    def cost(self) -> float:
-        """The mean: either kind of batch may be the usual one."""
-        return (self.one_adapter + self.distinct) / 2
+        adapters = "few" if self.few else "many"
+        return f"{self.shape}, rows {self.rows}, rank {self.rank}, {adapters} adapters"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Tiles of a key; ``measured`` is None where they come from a rule."""
+    """Tiles of a key."""
 
     key: Key
     tiles: Tiles
-    measured: Measured | None
+    measured: float | None
+    """Microseconds that a launch adds beside the base's product; None where the tiles come from a
+    rule."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +120,12 @@ class Table:
     date: str
     versions: Mapping[str, str]
     entries: tuple[Entry, ...]
+
+    def updated(self, newer: Table) -> Table:
+        """The newer table with this one's entries for keys that it has none for."""
+        assert self.gpu == newer.gpu, "tiles of one GPU are nothing to another"
+        both = {entry.key: entry for entry in (*self.entries, *newer.entries)}
+        return replace(newer, entries=tuple(both.values()))
 
 
 class TableTiles:
@@ -138,16 +138,15 @@ class TableTiles:
             for entry in table.entries:
                 self._entries.setdefault(entry.key, entry.tiles)
         self._default = DefaultTiles()
-        # A step asks for every site of every layer, always for the same few.
-        self._chosen: dict[tuple[int, tuple[int, ...], int, int], Tiles] = {}
+        # A step asks for every site of every layer, always for the same ones.
+        self._chosen: dict[tuple[int, tuple[int, ...], int, int, bool], Tiles] = {}
 
-    def choose(self, in_features: int, sizes: Sequence[int], rows: int, rank_bucket: int) -> Tiles:
-        asked = (in_features, tuple(sizes), rows, rank_bucket)
+    def choose(
+        self, in_features: int, sizes: Sequence[int], rows: int, rank_bucket: int, few: bool
+    ) -> Tiles:
+        asked = (in_features, tuple(sizes), rows, rank_bucket, few)
         if asked not in self._chosen:
-            shape = Shape(in_features, asked[1])
-            self._chosen[asked] = self._look_up(shape, rows, rank_bucket) or self._default.choose(
-                in_features, sizes, rows, rank_bucket
-            )
+            self._chosen[asked] = self._look_up(*asked) or self._default.choose(*asked)
         return self._chosen[asked]
 
     def max_split_k(self, block_rows: int, rank_bucket: int) -> int:
@@ -155,24 +154,33 @@ class TableTiles:
         splits = [
             tiles.split_k
             for key, tiles in self._entries.items()
-            if key.rank == rank and block_rows_of(ROW_BUCKETS[key.rows].start) == block_rows
+            if key.rank == rank and block_rows in _segment_lengths(key)
         ]
         return max([self._default.max_split_k(block_rows, rank_bucket), *splits])
 
-    def _look_up(self, shape: Shape, rows: int, rank_bucket: int) -> Tiles | None:
-        key = Key(shape, bucket_of(ROW_BUCKETS, rows), bucket_of(RANK_BUCKETS, rank_bucket))
+    def _look_up(
+        self, in_features: int, sizes: tuple[int, ...], rows: int, rank_bucket: int, few: bool
+    ) -> Tiles | None:
+        shape = Shape(in_features, sizes)
+        key = Key(shape, bucket_of(ROW_BUCKETS, rows), bucket_of(RANK_BUCKETS, rank_bucket), few)
         if key in self._entries:
             return self._entries[key]
         near = sorted(
             (distance, other.shape.in_features, other.shape.sizes)
             for other in self._entries
-            if (other.rows, other.rank) == (key.rows, key.rank)
+            if other == replace(key, shape=other.shape)
             and (distance := shape.distance(other.shape)) <= _FARTHEST
         )
         if not near:
             return None
         _, in_features, sizes = near[0]
-        return self._entries[Key(Shape(in_features, sizes), key.rows, key.rank)]
+        return self._entries[replace(key, shape=Shape(in_features, sizes))]
+
+
+def _segment_lengths(key: Key) -> set[int]:
+    """Rows of a segment in the least and in the largest steps that an entry holds for."""
+    rows = ROW_BUCKETS[key.rows]
+    return {block_rows_of(rows[0], key.few), block_rows_of(rows[-1], key.few)}
 
 
 def tile_chooser(gpu: str, file: str | None) -> TileChooser:
@@ -241,12 +249,14 @@ def read_table(file: Path) -> Table:
 
 
 def write_table(table: Table, file: Path) -> None:
-    """One entry a line, so that tables can be compared."""
+    """One entry a line, so that tables can be compared. The file is whole at any time."""
     head = {"gpu": table.gpu, "date": table.date, "versions": dict(table.versions)}
     lines = [f" {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
     entries = ",\n".join(f"  {json.dumps(_entry_fields(entry))}" for entry in table.entries)
     text = "\n".join(["{", *lines, ' "entries": [', entries, " ]", "}", ""])
-    file.write_text(text, encoding="utf-8")
+    unfinished = file.with_name(file.name + ".new")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, file)
 
 
 class _MalformedError(Exception):
@@ -259,24 +269,26 @@ def _entry_fields(entry: Entry) -> dict[str, Any]:
         "out": list(entry.key.shape.sizes),
         "rows": entry.key.rows,
         "rank": entry.key.rank,
+        "adapters": "few" if entry.key.few else "many",
         "tiles": asdict(entry.tiles),
-        "measured": None if entry.measured is None else asdict(entry.measured),
+        "measured": entry.measured,
     }
 
 
 def _read_key(value: Any) -> Key:
-    _expect_fields(value, ["in", "out", "rows", "rank", "tiles", "measured"])
+    _expect_fields(value, ["in", "out", "rows", "rank", "adapters", "tiles", "measured"])
     in_features, sizes = value["in"], value["out"]
     _expect(_is_size(in_features), "in must be a number of features")
     _expect(
         isinstance(sizes, list) and 0 < len(sizes) <= MAX_SLICES and all(map(_is_size, sizes)),
         f"out must be a list of one to {MAX_SLICES} numbers of features",
     )
-    for name, buckets in (("rows", ROW_BUCKETS), ("rank", RANK_BUCKETS)):
+    for name, names in (("rows", ROW_BUCKETS), ("rank", RANK_BUCKETS), ("adapters", ADAPTERS)):
         found = value[name]
-        known = ", ".join(map(repr, buckets))
-        _expect(isinstance(found, str) and found in buckets, f"{name} is {found!r}: one of {known}")
-    return Key(Shape(in_features, tuple(sizes)), value["rows"], value["rank"])
+        known = ", ".join(map(repr, names))
+        _expect(isinstance(found, str) and found in names, f"{name} is {found!r}: one of {known}")
+    shape = Shape(in_features, tuple(sizes))
+    return Key(shape, value["rows"], value["rank"], ADAPTERS[value["adapters"]])
 
 
 def _read_tiles(value: Any, key: Key) -> Tiles:
@@ -303,13 +315,10 @@ def _read_tiles(value: Any, key: Key) -> Tiles:
     return tiles
 
 
-def _read_measured(value: Any) -> Measured | None:
-    if value is None:
-        return None
-    _expect_fields(value, [f.name for f in fields(Measured)])
-    for name, number in value.items():
-        _expect(type(number) in (int, float), f"{name} must be microseconds, not {number!r}")
-    return Measured(**value)
+def _read_measured(value: Any) -> float | None:
+    known = value is None or type(value) in (int, float)
+    _expect(known, f"measured must be microseconds or null, not {value!r}")
+    return value
 
 
 def _expect_fields(value: Any, names: Sequence[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from loramux.lora.layers import Form
 from loramux.model.compile import MIN_ROWS
 from loramux.ops.attention import StepKind
+from loramux.ops.tiles import FEW_ADAPTERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class GraphKey:
     form: Form
     rank_bucket: int = 0
     """Ranks that the LoRA launches are made for; 0 without LoRA."""
+    few: bool = True
+    """At most ``FEW_ADAPTERS`` adapters take part, as they always do without LoRA."""
     kind: StepKind = StepKind.DECODE
 
 
@@ -68,17 +71,16 @@ class StepGraphs:
         """The smallest bucket that holds so many rows; None where there is none."""
         return next((bucket for bucket in self._buckets[kind] if bucket >= num_rows), None)
 
-    def keys(self, rank_buckets: Iterable[int]) -> list[GraphKey]:
+    def keys(self, rank_bucket: int, num_slots: int) -> list[GraphKey]:
         """Base-only and beside steps of every bucket, the largest first: it makes the pool."""
-        return [
-            key
-            for kind in (StepKind.MIXED, StepKind.DECODE)
-            for bucket in reversed(self._buckets[kind])
-            for key in (
-                GraphKey(bucket, Form.NONE, kind=kind),
-                *(GraphKey(bucket, Form.BESIDE, ranks, kind) for ranks in rank_buckets),
-            )
-        ]
+        keys: list[GraphKey] = []
+        for kind in (StepKind.MIXED, StepKind.DECODE):
+            for bucket in reversed(self._buckets[kind]):
+                # A step of no more rows or slots than these cannot have many adapters.
+                mixes = (False, True) if min(bucket, num_slots) > FEW_ADAPTERS else (True,)
+                keys.append(GraphKey(bucket, Form.NONE, kind=kind))
+                keys += [GraphKey(bucket, Form.BESIDE, rank_bucket, few, kind) for few in mixes]
+        return keys
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs

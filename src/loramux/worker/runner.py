@@ -18,8 +18,10 @@ from loramux.model.compile import MIN_ROWS, compile_layers
 from loramux.model.load import BaseModel
 from loramux.ops.attention import AttentionBackend, StepKind
 from loramux.ops.interface import LoraOps
+from loramux.ops.tiles import FEW_ADAPTERS
 from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep
+from loramux.types import Slot
 from loramux.worker.graphs import GraphKey, StepGraphs
 from loramux.worker.inputs import StepInputs
 
@@ -85,8 +87,9 @@ class EagerRunner:
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
     ) -> Tensor:
         context, slots = self._context, [s.slot for s in sequences]
-        context.routing.fill(slots, [len(s.token_ids) for s in sequences])
-        context.ops.begin_step(max(context.tables.max_rank[slot] for slot in slots))
+        few = _are_few(slots, context)
+        context.routing.fill(slots, [len(s.token_ids) for s in sequences], few=few)
+        context.ops.begin_step(max(context.tables.max_rank[slot] for slot in slots), few=few)
         self._backend.begin_step(inputs.attention)
         device = self._base.model.device
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
@@ -107,8 +110,8 @@ class EagerRunner:
 class CapturedRunner:
     """Compiled layers over fixed buffers; all but large steps are replayed as graphs.
 
-    Graphs are captured at start for plain adapters of the usual ranks. Others (DoRA, large ranks)
-    are captured when a step first needs one.
+    Graphs are captured at start for plain adapters of small ranks. Others (DoRA, larger ranks) are
+    captured when a step first needs one.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class CapturedRunner:
             return
         started = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
-        keys = self._graphs.keys(self._ops.rank_buckets[:2])
+        keys = self._graphs.keys(self._ops.rank_buckets[0], self._context.tables.num_slots)
         for key in progress(keys):
             self._graphs.capture(key)
         torch.cuda.synchronize()
@@ -192,15 +195,19 @@ class CapturedRunner:
             return GraphKey(num_rows, Form.NONE, kind=kind)
         gain = any(tables.has_gain[slot] for slot in slots)
         form = Form.IN_PLACE if gain else Form.BESIDE
-        return GraphKey(num_rows, form, self._ops.bucket_of(max_rank), kind)
+        few = _are_few(slots, self._context)
+        return GraphKey(num_rows, form, self._ops.bucket_of(max_rank), few, kind)
 
     def _set_up(self, key: GraphKey, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> None:
         """Bring a step into the buffers that the forward reads."""
         self._uploads.begin_step()
         self._context.form.value = key.form
-        self._ops.begin_step(key.rank_bucket)
+        self._ops.begin_step(key.rank_bucket, few=key.few)
         self._context.routing.fill(
-            [s.slot for s in sequences], [len(s.token_ids) for s in sequences], key.bucket
+            [s.slot for s in sequences],
+            [len(s.token_ids) for s in sequences],
+            key.bucket,
+            few=key.few,
         )
         self._backend.begin_step(inputs.attention, key.bucket, key.kind)
         self._uploads.copy(self._token_ids, inputs.token_ids)
@@ -246,3 +253,8 @@ def graph_kind(inputs: StepInputs, num_sequences: int) -> StepKind | None:
         return StepKind.DECODE  # whose logits are those of all rows, in their order
     # Prompt log-probabilities can ask for more rows than a graph has room for.
     return StepKind.MIXED if len(inputs.logit_rows) <= num_sequences else None
+
+
+def _are_few(slots: Iterable[Slot], context: LoraContext) -> bool:
+    """Whether few adapters take part; the base is none of them."""
+    return len({*slots} - {context.routing.num_slots}) <= FEW_ADAPTERS

@@ -2,20 +2,27 @@
 
 For each shape there are several copies of the base's weight and of all adapters, so many that
 nothing of a copy is in the cache when its turn comes again. A CUDA graph of base products with the
-LoRA op beside them is compared with one of the products alone.
+LoRA op beside them is compared with one of the products alone. Few adapters are measured with one,
+many with as many as there are slots, row after row another.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
+import os
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import date
+from functools import cached_property
 
 import torch
 import triton
+from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from loramux.config import ModelOptions
@@ -29,8 +36,10 @@ from loramux.model.load import load_base
 from loramux.ops.interface import Site, Slice
 from loramux.ops.layout import ALIGN_BYTES, pad
 from loramux.ops.reference import ReferenceOps
-from loramux.ops.tile_search import Found, grid_of, search
+from loramux.ops.tile_search import Found, TileTimer, grid_of, search
 from loramux.ops.tiles import (
+    FEW_ADAPTERS,
+    LONG_FROM,
     FixedTiles,
     Tiles,
     block_rows_of,
@@ -38,9 +47,8 @@ from loramux.ops.tiles import (
     launches_of,
     rank_bucket_of,
 )
-from loramux.ops.triton_lora import TritonOps
-from loramux.ops.tuning import RANK_BUCKETS, Entry, Key, Measured, Shape, Table, bucket_of
-from loramux.ops.upload import Uploads
+from loramux.ops.triton_lora import Launch, TritonOps, compile_kernel, run_kernel
+from loramux.ops.tuning import RANK_BUCKETS, ROW_BUCKETS, Entry, Key, Shape, Table, bucket_of
 from loramux.types import Slot
 
 SHAPES = {
@@ -60,7 +68,13 @@ SHAPES = {
 }
 """Sites of well-known models, by name: what a base of that shape would be examined for."""
 
-MEASURED_ROWS = {"up to 32": 32, "up to 128": 128, "up to 1023": 512, "from 1024": 2048}
+MEASURED_ROWS = {
+    "up to 16": 16,
+    "up to 64": 64,
+    "up to 128": 128,
+    "up to 1023": 512,
+    "from 1024": 2048,
+}
 """Rows of the step that stands for each bucket."""
 
 _CACHE_ROUNDS = 4
@@ -73,36 +87,58 @@ _WARM_UP_SECONDS = 0.02
 _MAX_ERROR = 2e-2
 """Of a delta, relative to its size; bfloat16 rounds twice on the way."""
 
-Report = Callable[[Entry, Measured | None], None]
-"""Hears of each entry as it is found, with the times of the rule's tiles. Times are None where the
+Report = Callable[[Entry, float | None], None]
+"""Hears of each entry as it is found, with the time of the rule's tiles. Times are None where the
 GPU has no room."""
 
 
-def tune(shapes: Iterable[Shape], ranks: Iterable[int], num_slots: int, report: Report) -> Table:
-    """Search tiles for every shape, bucket of rows and rank. Raises ConfigError without a GPU."""
-    device, ranks = require_gpu(), list(ranks)
+@dataclass(frozen=True)
+class Cases:
+    """What tiles are searched for: all shapes with all ranks, in all buckets of rows."""
+
+    shapes: Sequence[Shape]
+    ranks: Sequence[int]
+    rows: Sequence[int]
+    """Any that lie in the buckets."""
+    num_slots: int
+
+    @property
+    def steps(self) -> list[tuple[str, bool]]:
+        """Buckets of rows, each with few adapters, and with many if there can be."""
+        wanted = {bucket_of(ROW_BUCKETS, num_rows) for num_rows in self.rows}
+        mixes = (True, False) if self.num_slots > FEW_ADAPTERS else (True,)
+        return [(name, few) for name in MEASURED_ROWS if name in wanted for few in mixes]
+
+
+def tune(cases: Cases, report: Report) -> Iterator[Table]:
+    """Search tiles; what was found for one shape and rank after the other. Raises ConfigError."""
+    device, ranks = require_gpu(), cases.ranks
     if len({_rank_name(rank) for rank in ranks}) < len(ranks):
         raise ConfigError(
             f"of the ranks {', '.join(map(str, ranks))} some share tiles: name one each of "
             + ", ".join(RANK_BUCKETS)
         )
-    entries: list[Entry] = []
-    for shape, rank in itertools.product(shapes, ranks):
-        num_copies = copies_for(shape, torch.cuda.get_device_properties(device).L2_cache_size)
-        site = SiteCopies(shape, rank, num_slots, num_copies, device)
-        for rows, num_rows in MEASURED_ROWS.items():
-            key = Key(shape, rows, _rank_name(rank))
-            found = find_tiles(shape, rank, num_rows, Timer(site, num_rows).measure)
-            entry = Entry(key, found.tiles, found.measured)
-            report(entry, found.start)
-            if found.measured is not None:
-                entries.append(entry)
-    return Table(
-        gpu=torch.cuda.get_device_name(device),
+    found = Table(
+        gpu=gpu_name(),
         date=date.today().isoformat(),
         versions={"torch": torch.__version__, "triton": triton.__version__},
-        entries=tuple(entries),
+        entries=(),
     )
+    for shape, rank in itertools.product(cases.shapes, ranks):
+        num_copies = copies_for(shape, torch.cuda.get_device_properties(device).L2_cache_size)
+        copies = SiteCopies(shape, rank, cases.num_slots, num_copies, device)
+        entries = [_tune_step(copies, rows, few, report) for rows, few in cases.steps]
+        yield replace(found, entries=tuple(e for e in entries if e.measured is not None))
+
+
+def _tune_step(copies: SiteCopies, rows: str, few: bool, report: Report) -> Entry:
+    """One kind of step over a site."""
+    key = Key(copies.shape, rows, _rank_name(copies.rank), few)
+    num_rows = MEASURED_ROWS[rows]
+    found = find_tiles(key, copies.rank, Timer(copies, num_rows, few=few))
+    entry = Entry(key, found.tiles, found.measured)
+    report(entry, found.start)
+    return entry
 
 
 def _rank_name(rank: int) -> str:
@@ -110,13 +146,17 @@ def _rank_name(rank: int) -> str:
     return bucket_of(RANK_BUCKETS, rank_bucket_of(rank))
 
 
-def find_tiles(
-    shape: Shape, rank: int, num_rows: int, measure: Callable[[Tiles], Measured | None]
-) -> Found:
+def find_tiles(key: Key, rank: int, timer: TileTimer) -> Found:
     """Search from the default rule's tiles."""
-    block_rows = block_rows_of(num_rows)
-    start = choose_tiles(shape.in_features, block_rows, rank_bucket_of(rank))
-    return search(start, grid_of(block_rows), measure)
+    block_rows = block_rows_of(MEASURED_ROWS[key.rows], key.few)
+    rank_bucket = rank_bucket_of(rank)
+    start = choose_tiles(key.shape.in_features, block_rows, rank_bucket, few=key.few)
+    return search(start, grid_of(block_rows, rank_bucket), timer)
+
+
+def gpu_name() -> str:
+    """What a table calls the GPU that is here. Raises ConfigError where there is none."""
+    return torch.cuda.get_device_name(require_gpu())
 
 
 def require_gpu() -> torch.device:
@@ -219,36 +259,36 @@ class SiteCopies:
 
 
 class Step:
-    """A step of so many rows over copies of a site."""
+    """A step over copies of a site: each row of another of so many adapters, again and again."""
 
-    def __init__(self, copies: SiteCopies, num_rows: int) -> None:
-        self.copies, self.num_rows = copies, num_rows
+    def __init__(self, copies: SiteCopies, num_rows: int, num_adapters: int) -> None:
+        self.copies = copies
         device, dtype = copies.device, copies.dtype
-        self._uploads = Uploads(device)
-        self._routing = Routing(copies.num_slots, num_rows, device, self._uploads)
+        self._few = num_adapters <= FEW_ADAPTERS
+        self.routing = Routing(copies.num_slots, num_rows, device)
+        slots = [Slot(row % num_adapters) for row in range(num_rows)]
+        self.routing.fill(slots, [1] * num_rows, few=self._few)
         self._x = torch.randn(num_rows, copies.shape.in_features, device=device, dtype=dtype)
         self._y = torch.empty(num_rows, sum(copies.shape.sizes), device=device, dtype=dtype)
         self._delta = torch.empty_like(self._y)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.mix(1)
 
-    def mix(self, num_adapters: int) -> None:
-        """Spread the rows over so many adapters, each one's together."""
-        slots = [Slot(row * num_adapters // self.num_rows) for row in range(self.num_rows)]
-        self._uploads.begin_step()
-        self._routing.fill(slots, [1] * self.num_rows)
-
-    def ops(self, tiles: Tiles) -> TritonOps:
-        """The op with these tiles; after ``mix``, whose segments its workspace is made for."""
-        segments = self._routing.device_segments
+    def ops(self, tiles: Tiles, launch: Launch = run_kernel) -> TritonOps:
+        """The op with these tiles, for this step."""
+        segments = self.routing.device_segments
         ops = TritonOps(
             padded_rows={segments.block_rows: segments.grid * segments.block_rows},
             max_rank=self.copies.rank,
             device=self.copies.device,
             chooser=FixedTiles(tiles),
+            launch=launch,
         )
-        ops.begin_step(self.copies.rank)
+        ops.begin_step(self.copies.rank, few=self._few)
         return ops
+
+    def compile(self, tiles: Tiles) -> None:
+        """Have the kernels made that ``beside`` will run."""
+        self._add(self.ops(tiles, compile_kernel), 0)
 
     def base(self, num_products: int) -> None:
         """The base's products alone."""
@@ -269,20 +309,23 @@ class Step:
 
     def error(self, ops: TritonOps) -> float:
         """Of the first copy's delta, relative to the formula's."""
-        copies = self.copies
         self._delta.fill_(torch.nan)
         self._add(ops, 0)
-        wanted = torch.zeros_like(self._y)
+        wanted = self._wanted.float()
+        return float((self._delta.float() - wanted).norm() / wanted.norm())
+
+    @cached_property
+    def _wanted(self) -> Tensor:
+        copies, wanted = self.copies, torch.zeros_like(self._y)
         ReferenceOps().lora_add_(
-            wanted, self._x, copies.sites[0], copies.arena, copies.tables, self._routing
+            wanted, self._x, copies.sites[0], copies.arena, copies.tables, self.routing
         )
-        difference = (self._delta.float() - wanted.float()).norm()
-        return float(difference / wanted.float().norm())
+        return wanted
 
     def _add(self, ops: TritonOps, copy: int) -> None:
         copies = self.copies
         ops.lora_delta_(
-            self._delta, self._x, copies.sites[copy], copies.arena, copies.tables, self._routing
+            self._delta, self._x, copies.sites[copy], copies.arena, copies.tables, self.routing
         )
 
     def _turns(self, num_products: int) -> Iterable[int]:
@@ -290,32 +333,40 @@ class Step:
 
 
 class Timer:
-    """Times tiles in one step; the base's products alone are timed once."""
+    """Implements ``ops.tile_search.TileTimer`` in one step; the base's products alone are timed
+    once."""
 
-    def __init__(self, copies: SiteCopies, num_rows: int) -> None:
-        self._step = Step(copies, num_rows)
-        wanted = _PRODUCTS // (1 if block_rows_of(num_rows) == block_rows_of(1) else 4)
+    def __init__(self, copies: SiteCopies, num_rows: int, *, few: bool) -> None:
+        self._step = Step(copies, num_rows, 1 if few else copies.num_slots)
+        self._prepared: set[Tiles] = set()
+        wanted = _PRODUCTS // (1 if num_rows < LONG_FROM else 4)
         self._num_products = max(wanted, len(copies.sites))
         self._stream = torch.cuda.Stream(copies.device)
         graph = self._capture(lambda: self._step.base(self._num_products))
         self._base = _replay_microseconds(graph)
 
-    def measure(self, tiles: Tiles) -> Measured | None:
+    def prepare(self, candidates: Sequence[Tiles]) -> None:
+        """Compile them, as many at a time as there are processors."""
+        new = [tiles for tiles in candidates if tiles not in self._prepared]
+        self._prepared.update(new)
+        with (
+            ThreadPoolExecutor(os.cpu_count()) as pool,
+            suppress(PTXASError),  # which comes again when those tiles are measured
+            triton.AsyncCompileMode(pool),
+        ):
+            for tiles in new:
+                self._step.compile(tiles)
+
+    def measure(self, tiles: Tiles) -> float | None:
         """Microseconds added to one product; None where the GPU has no room for the tiles."""
-        step = self._step
-        step.mix(step.copies.num_slots)
-        ops = step.ops(tiles)
+        step, ops = self._step, self._step.ops(tiles)
         try:
-            error = step.error(ops)  # also compiles, which must not happen within a capture
+            # By now the kernels must be loaded, which is not possible within a capture.
+            error = step.error(ops)
             graph = self._capture(lambda: step.beside(ops, self._num_products))
         except (OutOfResources, PTXASError):
             return None
         assert error < _MAX_ERROR, f"{tiles} are wrong by {error:.1e}"
-        distinct = self._added(graph)
-        step.mix(1)  # the graph's grid is that of any batch of so many rows
-        return Measured(one_adapter=self._added(graph), distinct=distinct)
-
-    def _added(self, graph: torch.cuda.CUDAGraph) -> float:
         return round((_replay_microseconds(graph) - self._base) / self._num_products, 2)
 
     def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -25,7 +25,6 @@ from loramux.model.load import BaseModel
 from loramux.model.surgery import insert_sites
 from loramux.ops.attention import AttentionBackend
 from loramux.ops.interface import LoraOps
-from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.types import AdapterId, RequestId
 from loramux.worker.inputs import StepInputs, build_inputs
@@ -78,7 +77,7 @@ class Worker:
         self._last_tokens = SampledTokens.none(device)
         self._contents: dict[int, AdapterId] = {}
         self._generation = 0
-        uploads = Uploads(device) if compiled is None else compiled.uploads
+        uploads = None if compiled is None else compiled.uploads
         context = LoraContext(
             ops,
             self._device.arena,

@@ -1,0 +1,148 @@
+"""Which graphs are captured at start, and which kind of step takes which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from loramux.lora.layers import Form, LoraContext
+from loramux.lora.routing import Routing
+from loramux.lora.slots import SlotTables
+from loramux.ops.attention import StepKind
+from loramux.ops.reference import ReferenceOps
+from loramux.ops.tiles import FEW_ADAPTERS
+from loramux.ops.upload import Uploads
+from loramux.plan import StepPlan
+from loramux.worker import runner as module
+from loramux.worker.graphs import StepGraphs, buckets, mixed_buckets
+from loramux.worker.inputs import build_inputs
+from loramux.worker.runner import CapturedRunner, CompiledOptions, EagerRunner
+from tests.cpu.served import part
+
+SLOTS = FEW_ADAPTERS + 2
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
+    """Graphs of steps of up to 32 rows; none can be captured without a GPU."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    return StepGraphs(torch.zeros(32, 1), 128, lambda key: None, lambda key: torch.zeros(1, 1))
+
+
+def test_base_few_and_many_are_captured_for_every_bucket_that_can_have_them(
+    graphs: StepGraphs,
+) -> None:
+    keys = graphs.keys(16, num_slots=32)
+    assert len(set(keys)) == len(keys)
+    for kind, sizes in ((StepKind.DECODE, buckets(32)), (StepKind.MIXED, mixed_buckets(128))):
+        assert {key.bucket for key in keys if key.kind is kind} == set(sizes)
+        for size in sizes:
+            found = {
+                (k.form, k.rank_bucket, k.few) for k in keys if (k.bucket, k.kind) == (size, kind)
+            }
+            many = {(Form.BESIDE, 16, False)} if size > FEW_ADAPTERS else set()
+            assert found == {(Form.NONE, 0, True), (Form.BESIDE, 16, True)} | many
+    assert keys[0].bucket == 128
+
+
+def test_few_slots_have_no_graphs_for_many_adapters(graphs: StepGraphs) -> None:
+    assert {key.few for key in graphs.keys(16, num_slots=FEW_ADAPTERS)} == {True}
+
+
+class NotingOps(ReferenceOps):
+    """Notes how steps begin."""
+
+    number = 0
+    rank_buckets = (16, 64)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[tuple[int, bool]] = []
+
+    def begin_step(self, max_rank: int, *, few: bool) -> None:
+        self.begun.append((max_rank, few))
+
+    def bind(self, arena: torch.Tensor, routing: object) -> None:
+        pass
+
+    def bucket_of(self, max_rank: int) -> int:
+        return 16 if max_rank <= 16 else 64
+
+
+class Base:
+    """A model of five tokens, all alike; an attention without state."""
+
+    vocab_size, dtype, device = 5, torch.float32, CPU
+
+    @property
+    def model(self) -> Base:
+        return self
+
+    def __call__(self, *, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 5))
+
+    def begin_step(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def context() -> LoraContext:
+    """Slots whose adapters have rank 8, and DoRA in the last one."""
+    tables = SlotTables(1, SLOTS, CPU)
+    for slot in range(SLOTS):
+        tables.max_rank[slot] = 8
+    tables.has_gain[SLOTS - 1] = True
+    return LoraContext(NotingOps(), torch.zeros(1), tables, Routing(SLOTS, 64, CPU))
+
+
+def captured(context: LoraContext, monkeypatch: pytest.MonkeyPatch) -> CapturedRunner:
+    monkeypatch.setattr(module, "compile_layers", lambda model, compiler: None)
+    options = CompiledOptions(context.ops, Uploads(CPU), 8, capture=False)  # type: ignore[arg-type]
+    return CapturedRunner(Base(), Base(), context, options, max_step_tokens=64)  # type: ignore[arg-type]
+
+
+def step(slots: Sequence[int], tokens: int = 1) -> StepPlan:
+    return StepPlan((), tuple(part([1] * tokens, slot, blocks=[i]) for i, slot in enumerate(slots)))
+
+
+FEW = [0, 1, 2, 3, SLOTS, 0, 1]
+MANY = [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("slots", "few", "form"),
+    [
+        ([SLOTS] * 8, True, Form.NONE),
+        ([0], True, Form.BESIDE),
+        (FEW, True, Form.BESIDE),
+        (MANY, False, Form.BESIDE),
+        ([SLOTS - 1, SLOTS], True, Form.IN_PLACE),
+        ([*MANY, SLOTS - 1], False, Form.IN_PLACE),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_step_is_set_up_for_as_many_adapters_as_it_has(
+    context: LoraContext,
+    monkeypatch: pytest.MonkeyPatch,
+    slots: list[int],
+    few: bool,
+    form: Form,
+    tokens: int,
+) -> None:
+    plan = step(slots, tokens)
+    inputs = build_inputs(plan, {})
+    for runner in (captured(context, monkeypatch), EagerRunner(Base(), Base(), context)):  # type: ignore[arg-type]
+        runner.run(inputs, plan.sequences, torch.zeros(1, dtype=torch.int64))
+        rows = len(inputs.token_ids)
+        capacity = min(rows, (FEW_ADAPTERS if few else SLOTS) + 1 + rows // 16)
+        if rows > 1:  # one row is padded where layers are compiled
+            assert context.routing.device_segments.grid == capacity
+    assert context.form.value == form
+    assert isinstance(context.ops, NotingOps)
+    assert [begun for _, begun in context.ops.begun] == [few, few]
