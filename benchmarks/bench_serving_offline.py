@@ -44,7 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 128])
     parser.add_argument("--adapters", type=int, default=32)
-    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[16], help="the adapters take them in turns"
+    )
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument(
@@ -66,7 +68,7 @@ def main() -> None:
     results: dict[str, object] = {"engine start (random weights), s": round(start_seconds, 1)}
     cases = [Case(batch, "base") for batch in arguments.batches]
     before = {case.name: rate(llm, case, names, arguments.repeat) for case in cases}
-    add_adapters(parts, names, arguments.rank)
+    add_adapters(parts, names, arguments.ranks)
     cases += [
         Case(batch, popularity)
         for batch in arguments.batches

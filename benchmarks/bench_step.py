@@ -62,7 +62,7 @@ def main() -> None:
 def place_adapters(parts: Parts, count: int, rank: int) -> None:
     """Fill every slot with an adapter of this rank."""
     names = [f"r{rank}-{i}" for i in range(count)]
-    add_adapters(parts, names, rank)
+    add_adapters(parts, names, [rank])
     ids = [info.adapter_id for info in parts.core.adapters.infos() if info.name in names]
     # Generations far beyond those that the engine would give, growing from rank to rank.
     parts.worker.apply([SlotLoad(Slot(i), a, rank * 1000 + i) for i, a in enumerate(ids)])

@@ -54,9 +54,10 @@ def llama_engine(
     return assemble(adopt("llama-8b-shape", model), _tokenizer(), options, "base")
 
 
-def add_adapters(parts: Parts, names: Sequence[str], rank: int) -> None:
-    """Register random adapters of one rank on every linear."""
+def add_adapters(parts: Parts, names: Sequence[str], ranks: Sequence[int]) -> None:
+    """Register random adapters on every linear, whose ranks are taken in turns."""
     for seed, name in enumerate(names):
+        rank = ranks[seed % len(ranks)]
         prepared = random_prepared(parts.worker, f"{name}-r{rank}", rank, seed)
         parts.core.adapters.register(name, "random", prepared, pinned=False, replace=False)
 
