@@ -83,7 +83,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         # Not by torch.cuda.graph, which collects garbage each time: that takes longer than this.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            # Other threads may use CUDA meanwhile: one that reads an adapter pins memory for it.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             self._logits[: key.bucket].copy_(self._forward(key.bucket))
             graph.capture_end()
         self._graphs[key] = graph

@@ -29,6 +29,15 @@ Progress = Callable[[Sequence[GraphKey]], Iterable[GraphKey]]
 """Passes on what it is given, and may show how far it has come."""
 
 
+@dataclass(frozen=True)
+class Captured:
+    """What has been captured at start."""
+
+    num_graphs: int = 0
+    num_bytes: int = 0
+    """Device memory of the graphs and their pool."""
+
+
 class Runner(Protocol):
     """Computes a step's logits."""
 
@@ -41,8 +50,17 @@ class Runner(Protocol):
         """
         ...
 
-    def warm_up(self, progress: Progress) -> None:
+    @property
+    def num_graphs(self) -> int:
+        """How many graphs ``warm_up`` captures."""
+        ...
+
+    def warm_up(self, progress: Progress) -> Captured:
         """Do at start what the first steps would have to wait for."""
+        ...
+
+    def use_attention(self, backend: AttentionBackend) -> None:
+        """Go over to another backend, to which the model is connected already."""
         ...
 
 
@@ -99,8 +117,16 @@ class EagerRunner:
         )
         return output.logits[0]
 
-    def warm_up(self, progress: Progress) -> None:
+    @property
+    def num_graphs(self) -> int:
+        return 0
+
+    def warm_up(self, progress: Progress) -> Captured:
         """Nothing is kept from one step to the next."""
+        return Captured()
+
+    def use_attention(self, backend: AttentionBackend) -> None:
+        self._backend = backend
 
 
 class CapturedRunner:
@@ -131,29 +157,39 @@ class CapturedRunner:
         self._pending_rows = torch.zeros_like(self._token_ids)
         self._pending_sources = torch.zeros_like(self._token_ids)
         self._graphs: StepGraphs | None = None
+        self._settled = False
+        """Whether addresses stay as they are, so that steps may be captured."""
         if options.capture:
             max_rows = max(options.max_num_seqs, MIN_ROWS)
             logits = torch.zeros(max_rows, base.vocab_size, dtype=base.dtype, device=device)
             self._graphs = StepGraphs(max_rows, logits, self._prepare, self._decode)
         compile_layers(base.model, options.compiler)
 
+    @property
+    def num_graphs(self) -> int:
+        return len(self._first_keys())
+
     @torch.inference_mode()
-    def warm_up(self, progress: Progress) -> None:
+    def warm_up(self, progress: Progress) -> Captured:
         """Capture what most steps need."""
+        self._settled = True
         if self._graphs is None:
-            return
+            return Captured()
         started = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
-        keys = self._graphs.keys(self._ops.rank_buckets[:2])
+        keys = self._first_keys()
         for key in progress(keys):
             self._graphs.capture(key)
         torch.cuda.synchronize()
-        log.info(
-            "captured %d graphs in %.1f s, %.2f GB",
-            len(keys),
-            time.perf_counter() - started,
-            (free_before - torch.cuda.mem_get_info()[0]) / 1e9,
-        )
+        log.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
+        return Captured(len(keys), max(free_before - torch.cuda.mem_get_info()[0], 0))
+
+    def use_attention(self, backend: AttentionBackend) -> None:
+        assert not self._settled, "captured steps hold the addresses of the backend before"
+        self._backend = backend
+
+    def _first_keys(self) -> list[GraphKey]:
+        return [] if self._graphs is None else self._graphs.keys(self._ops.rank_buckets[:2])
 
     @torch.inference_mode()
     def run(
@@ -161,15 +197,16 @@ class CapturedRunner:
     ) -> Tensor:
         num_tokens = len(inputs.token_ids)
         one_each = num_tokens == len(sequences) == len(inputs.logit_rows)
-        bucket = self._graphs.bucket_of(num_tokens) if self._graphs and one_each else None
-        if self._graphs is None or bucket is None:
+        graphs = self._graphs if self._settled and one_each else None
+        bucket = None if graphs is None else graphs.bucket_of(num_tokens)
+        if graphs is None or bucket is None:
             return self._run_eager(inputs, sequences, last_tokens)
         key = self._key(bucket, sequences)
-        if key not in self._graphs:
-            self._graphs.capture(key)
+        if key not in graphs:
+            graphs.capture(key)
         self._set_up(key, inputs, sequences, captured=True)
         self._fill_pending(inputs, last_tokens)
-        return self._graphs.replay(key)[:num_tokens]
+        return graphs.replay(key)[:num_tokens]
 
     def _run_eager(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
