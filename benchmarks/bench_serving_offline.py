@@ -7,6 +7,7 @@ request at once; and a prefill of 32 prompts of 2048 tokens. Wall clock over the
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import statistics
 import time
@@ -46,9 +47,13 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument(
+        "--popularity", nargs="+", default=["identical", "distinct", "half"], help="who asks whom"
+    )
     parser.add_argument("--no-prefill", action="store_true")
     parser.add_argument("--out", help="file for the JSON record")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     started = time.perf_counter()
     parts = llama_engine(
         layers=arguments.layers,
@@ -65,7 +70,7 @@ def main() -> None:
     cases += [
         Case(batch, popularity)
         for batch in arguments.batches
-        for popularity in ("identical", "distinct", "half")
+        for popularity in arguments.popularity
         if batch > 1 or popularity == "identical"
     ]
     if not arguments.no_prefill:

@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from loramux.lora.segments import padded_rows
-from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence
+from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence, StepKind
 from loramux.ops.opaque import attend, register_attention
 from loramux.ops.torch_attention import TorchAttention
 from loramux.ops.triton_lora import TritonOps
@@ -45,8 +45,7 @@ class OpaqueAttention(TorchAttention):
         self,
         sequences: Sequence[AttentionSequence],
         num_rows: int | None = None,
-        *,
-        captured: bool = False,
+        kind: StepKind = StepKind.EAGER,
     ) -> None:
         used = sum(s.num_tokens for s in sequences)
         padding = [
@@ -58,10 +57,9 @@ class OpaqueAttention(TorchAttention):
     def layer(self, layer: int) -> Attend:
         return OpaqueLayer(torch.tensor(layer), self._number)
 
-    def attend_group(
-        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
-        return super().layer(int(keys))(q, k, v)
+    def attend_group(self, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        k, v = (part[1:] for part in (keys, values))
+        return super().layer(int(keys[0, 0, 0]))(q, k, v)
 
 
 class OpaqueLayer(nn.Module):
@@ -73,7 +71,12 @@ class OpaqueLayer(nn.Module):
         self.number = number
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, self.index, self.index, self.number, 0)
+        # The new keys and values stand in for all, behind the layer's number.
+        keys, values = (
+            torch.cat((self.index.to(part.dtype).expand(1, *part.shape[1:]), part))
+            for part in (k, v)
+        )
+        return attend(q, keys, values, self.number, 0)
 
 
 @pytest.fixture
@@ -112,7 +115,8 @@ def test_layers_and_batch_sizes_share_a_compilation_of_each_form(
     for slots in ([BASE], [BASE, BASE], [BASE, 0], [2, 0], [0], [1], [1, 2]):
         model.run(*(part(OTHER, slot, blocks=[i]) for i, slot in enumerate(slots)))
         model.run(*(part(PROMPT, slot, blocks=[i]) for i, slot in enumerate(slots)))
-    assert compiler.frame_count == 3  # base, beside, in place
+    # Layers in each form (base, beside, in place), the last norm, the rotary embedding.
+    assert compiler.frame_count == 3 + 2
 
 
 def test_a_step_of_one_row_is_padded_and_compiles_nothing_new(

@@ -144,8 +144,8 @@ def assemble(
     if device.type == "cuda":
         use = measure(worker, kv, limits, kv_bytes=attention.kv_bytes)
         if options.scheduler.kv_cache is None:
-            share, num_graphs = options.scheduler.gpu_memory, worker.num_graphs
-            budget = kv_budget(use, share, limits, num_graphs, len(anatomy.attention))
+            share, num_layers = options.scheduler.gpu_memory, len(anatomy.attention)
+            budget = kv_budget(use, share, limits, worker.first_graphs, num_layers)
             num_blocks = kv.blocks_planned(budget)
             attention = _attention(backends, num_blocks)
             worker.use_attention(attention)
@@ -283,6 +283,7 @@ def _cuda_backends(
                 dtype=model.dtype,
                 device=device,
                 uploads=uploads,
+                max_num_seqs=limits.max_num_seqs,
                 max_step_tokens=limits.max_step_tokens,
                 max_model_len=model.max_model_len,
             )

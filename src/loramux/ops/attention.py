@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 from torch import Tensor
@@ -57,6 +58,17 @@ consecutive groups.
 """
 
 
+class StepKind(Enum):
+    """How a step's forward is run."""
+
+    EAGER = "eager"
+    """Called as it is."""
+    DECODE = "decode"
+    """Captured or replayed; every sequence has one row."""
+    MIXED = "mixed"
+    """Captured or replayed; sequences have any numbers of rows."""
+
+
 class AttentionBackend(Protocol):
     """Keeps the KV cache and computes causal attention; chosen once at start."""
 
@@ -71,14 +83,12 @@ class AttentionBackend(Protocol):
         self,
         sequences: Sequence[AttentionSequence],
         num_rows: int | None = None,
-        *,
-        captured: bool = False,
+        kind: StepKind = StepKind.EAGER,
     ) -> None:
         """Say which sequences the next forward is about.
 
         ``num_rows`` rows are computed; those behind the sequences' own are padding, which reads
-        and writes a spare block. ``captured``: the forward is captured or replayed, and each
-        sequence has one row.
+        and writes a spare block.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,8 @@ from flashinfer.decode import (  # pyright: ignore[reportMissingImports]
 )
 from torch import Tensor, nn
 
-from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence
+from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence, StepKind
 from loramux.ops.opaque import attend, register_attention
-from loramux.ops.triton_kv import fill_block_table, write_kv
 from loramux.ops.upload import Uploads
 
 _WORKSPACE_BYTES = 128 * 2**20
@@ -47,6 +46,16 @@ class _Pages:
     blocks: np.ndarray
     last_block_tokens: np.ndarray
 
+    def padded(self, num_sequences: int) -> _Pages:
+        """The same with sequences behind that have neither rows nor blocks."""
+        missing = num_sequences - len(self.last_block_tokens)
+        return _Pages(
+            np.pad(self.row_start, (0, missing), mode="edge"),
+            np.pad(self.block_start, (0, missing), mode="edge"),
+            self.blocks,
+            np.pad(self.last_block_tokens, (0, missing)),
+        )
+
 
 class FlashInferAttention:
     """Implements ``ops.attention.AttentionBackend``.
@@ -66,6 +75,7 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
         uploads: Uploads,
+        max_num_seqs: int,
         max_step_tokens: int,
         max_model_len: int,
     ) -> None:
@@ -81,8 +91,10 @@ class FlashInferAttention:
             shape = (num_blocks + 1, block_size, num_heads, dim)
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        self._cache_rows = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
         self._layers = {
             i: _Layer(
+                self._cache_rows,
                 cache(layer.kv.num_kv_heads, layer.kv.key_dim),
                 cache(layer.kv.num_kv_heads, layer.kv.value_dim),
                 number,
@@ -90,7 +102,6 @@ class FlashInferAttention:
             )
             for i, layer in layers.items()
         }
-        self._cache_rows = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
         # Captured graphs hold its address, so it is made for the most that a step can name: every
         # block once, and the spare one for each row of padding.
         self._blocks = torch.zeros(num_blocks + max_step_tokens, dtype=torch.int32, device=device)
@@ -103,7 +114,10 @@ class FlashInferAttention:
             BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD") for _ in self._groups
         ]
         self._decode: dict[tuple[int, int], Any] = {}
-        """By group and bucket."""
+        """By group and number of sequences."""
+        self._mixed: dict[tuple[int, int], Any] = {}
+        """By group and number of rows."""
+        self._max_sequences = max_num_seqs + 1  # and the padding
         self._xqa = _XqaTables(-(-max_model_len // block_size), device)
         self._active: list[_Run] = []
         self._planned = torch.cuda.Event()
@@ -128,31 +142,32 @@ class FlashInferAttention:
         self,
         sequences: Sequence[AttentionSequence],
         num_rows: int | None = None,
-        *,
-        captured: bool = False,
+        kind: StepKind = StepKind.EAGER,
     ) -> None:
         # FlashInfer copies a plan from a pinned buffer of its own, which the last step's copies
         # must have left. They stand at the beginning of that step, so this hardly ever waits.
         self._planned.synchronize()
         used_rows = sum(s.num_tokens for s in sequences)
-        spare = AttentionSequence(used_rows, 1, 0, (self._spare_block,))
-        padding = [spare] * (0 if num_rows is None else num_rows - used_rows)
-        sequences = [*sequences, *padding]
+        num_padding = 0 if num_rows is None else num_rows - used_rows
+        sequences = [*sequences, *self._padding(used_rows, num_padding, kind)]
         self._uploads.copy(
             self._cache_rows, np.concatenate([self._cache_rows_of(s) for s in sequences])
         )
         pages = self._pages(sequences)
         self._uploads.copy(self._blocks, pages.blocks)
-        self._active = [
-            self._plan(group, pages, captured=captured) for group in range(len(self._groups))
-        ]
+        self._active = [self._plan(group, pages, kind) for group in range(len(self._groups))]
         self._planned.record()
 
-    def attend_group(
-        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor:
+    def _padding(self, row: int, num_rows: int, kind: StepKind) -> list[AttentionSequence]:
+        """Sequences in the spare block for rows that nobody reads."""
+        if kind is StepKind.DECODE:
+            spare = AttentionSequence(row, 1, 0, (self._spare_block,))
+            return [spare] * num_rows
+        blocks = (self._spare_block,) * -(-num_rows // self._block_size)
+        return [AttentionSequence(row, num_rows, 0, blocks)] if num_rows else []
+
+    def attend_group(self, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Carries out ``ops.opaque.attend`` for a layer of a group."""
-        write_kv(k, v, keys, values, self._cache_rows)
         return self._active[group](q.contiguous(), (keys, values))
 
     def _cache_rows_of(self, sequence: AttentionSequence) -> np.ndarray:
@@ -174,10 +189,12 @@ class FlashInferAttention:
             last_block_tokens=(lengths - 1) % self._block_size + 1,
         )
 
-    def _plan(self, group: int, pages: _Pages, *, captured: bool) -> _Run:
+    def _plan(self, group: int, pages: _Pages, kind: StepKind) -> _Run:
         """What computes a group's layers in this step."""
-        if not captured:
-            return self._plan_prefill(group, pages).run
+        if kind is StepKind.EAGER:
+            return self._plan_prefill(self._prefill[group], group, pages).run
+        if kind is StepKind.MIXED:
+            return self._plan_mixed(group, pages).run
         if self._takes_xqa(group, len(pages.last_block_tokens)):
             return self._plan_xqa(group, pages)
         return self._plan_decode(group, pages).run
@@ -192,7 +209,7 @@ class FlashInferAttention:
 
     def _plan_xqa(self, group: int, pages: _Pages) -> _Run:
         tables, layer = self._xqa, self._groups[group]
-        tables.fill(self._uploads, pages, self._block_size, self._blocks)
+        tables.fill(self._uploads, pages, self._block_size)
         num_sequences = len(pages.last_block_tokens)
         window = layer.params.window
 
@@ -242,8 +259,30 @@ class FlashInferAttention:
         wrapper.reset_workspace_buffer(self._workspace, self._plans[group])
         return wrapper
 
-    def _plan_prefill(self, group: int, pages: _Pages) -> Any:
-        wrapper = self._prefill[group]
+    def _plan_mixed(self, group: int, pages: _Pages) -> Any:
+        num_rows = int(pages.row_start[-1])
+        if (group, num_rows) not in self._mixed:
+            self._mixed[group, num_rows] = self._new_mixed(group)
+        padded = pages.padded(self._max_sequences)
+        return self._plan_prefill(self._mixed[group, num_rows], group, padded)
+
+    def _new_mixed(self, group: int) -> Any:
+        def zeros(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self._device)
+
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace,
+            "NHD",
+            use_cuda_graph=True,
+            qo_indptr_buf=zeros(self._max_sequences + 1),
+            paged_kv_indptr_buf=zeros(self._max_sequences + 1),
+            paged_kv_indices_buf=self._blocks,
+            paged_kv_last_page_len_buf=zeros(self._max_sequences),
+        )
+        wrapper.reset_workspace_buffer(self._workspace, self._plans[group])
+        return wrapper
+
+    def _plan_prefill(self, wrapper: Any, group: int, pages: _Pages) -> Any:
         options = self._plan_options(group)
         options["head_dim_qk"] = options.pop("head_dim")
         wrapper.plan(
@@ -252,6 +291,8 @@ class FlashInferAttention:
             self._blocks[: len(pages.blocks)],
             self._uploads.stage(pages.last_block_tokens),
             causal=True,
+            # Said here because FlashInfer would go through them one by one in Python.
+            max_token_per_sequence=int(np.diff(pages.row_start).max()),
             **options,
         )
         return wrapper
@@ -283,22 +324,28 @@ class _XqaTables:
         self.workspace = torch.zeros(_XQA_BYTES, dtype=torch.uint8, device=device)
         self.blocks = torch.zeros(_XQA_UP_TO, max_blocks, dtype=torch.int32, device=device)
         self.lengths = torch.ones(_XQA_UP_TO, dtype=torch.uint32, device=device)
-        self._starts = torch.zeros(_XQA_UP_TO + 1, dtype=torch.int32, device=device)
+        self._rows = list(self.blocks)
 
-    def fill(self, uploads: Uploads, pages: _Pages, block_size: int, blocks: Tensor) -> None:
-        """``blocks``: those of the step on the device, sequence by sequence."""
+    def fill(self, uploads: Uploads, pages: _Pages, block_size: int) -> None:
         counts = np.diff(pages.block_start)
         lengths = (counts - 1) * block_size + pages.last_block_tokens
         uploads.copy(self.lengths, lengths.astype(np.uint32))
-        uploads.copy(self._starts, pages.block_start)
-        fill_block_table(self.blocks[: len(counts)], blocks, self._starts)
+        for row, (start, end) in zip(self._rows, pairwise(pages.block_start), strict=False):
+            uploads.copy(row, pages.blocks[start:end])
 
 
 class _Layer(nn.Module):
-    """A layer's keys and values, and the op that reads and writes them."""
+    """A layer's keys and values, and the op that reads them."""
 
-    def __init__(self, keys: Tensor, values: Tensor, backend: int, group: int) -> None:
+    cache_rows: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def __init__(
+        self, cache_rows: Tensor, keys: Tensor, values: Tensor, backend: int, group: int
+    ) -> None:
         super().__init__()
+        self.register_buffer("cache_rows", cache_rows, persistent=False)
         self.register_buffer("keys", keys, persistent=False)
         self.register_buffer("values", values, persistent=False)
         self.num_bytes = keys.nbytes + values.nbytes
@@ -306,7 +353,11 @@ class _Layer(nn.Module):
         self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, self.keys, self.values, self.backend, self.group)
+        # Plain indexing, which the compiler makes a part of the kernel that rotates k.
+        rows = self.cache_rows[: k.shape[0]]
+        self.keys.view(-1, *k.shape[1:])[rows] = k
+        self.values.view(-1, *v.shape[1:])[rows] = v
+        return attend(q, self.keys, self.values, self.backend, self.group)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

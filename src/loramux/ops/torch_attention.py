@@ -15,7 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loramux.ops.attention import Attend, AttentionLayer, AttentionParams, AttentionSequence
+from loramux.ops.attention import (
+    Attend,
+    AttentionLayer,
+    AttentionParams,
+    AttentionSequence,
+    StepKind,
+)
 
 _CPU = torch.device("cpu")
 
@@ -84,11 +90,10 @@ class TorchAttention:
         self,
         sequences: Sequence[AttentionSequence],
         num_rows: int | None = None,
-        *,
-        captured: bool = False,
+        kind: StepKind = StepKind.EAGER,
     ) -> None:
         assert num_rows is None, "this backend has no spare block for padding"
-        assert not captured, "nothing can be captured with this backend"
+        assert kind is StepKind.EAGER, "nothing can be captured with this backend"
         tables = [self._cache_rows(s) for s in sequences]
         self._write_rows = torch.cat(
             [t[s.num_cached :] for s, t in zip(sequences, tables, strict=True)]

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one for each bucket and kind of step, replayed for any adapters."""
+"""CUDA graphs of steps: one for each bucket and kind of step, replayed for any adapters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from loramux.lora.layers import Form
 from loramux.model.compile import MIN_ROWS
+from loramux.ops.attention import StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,12 @@ class GraphKey:
     form: Form
     rank_bucket: int = 0
     """Ranks that the LoRA launches are made for; 0 without LoRA."""
+    kind: StepKind = StepKind.DECODE
+
+
+def mixed_buckets(max_step_tokens: int) -> list[int]:
+    """Rows of mixed steps with graphs of their own; larger steps keep the GPU busy without."""
+    return [size for size in (64, 128, 192, 256, 384, 512, 768, 1024) if size <= max_step_tokens]
 
 
 def buckets(max_num_seqs: int) -> list[int]:
@@ -39,14 +46,17 @@ class StepGraphs:
 
     def __init__(
         self,
-        max_num_seqs: int,
         logits: Tensor,
+        max_step_tokens: int,
         prepare: Callable[[GraphKey], None],
-        forward: Callable[[int], Tensor],
+        forward: Callable[[GraphKey], Tensor],
     ) -> None:
-        """``prepare`` sets buffers up for an empty step of a key; ``forward`` computes the logits
-        ``[rows, vocab]`` of so many rows, from the buffers; logits ``[max_num_seqs, vocab]``."""
-        self._buckets = buckets(max_num_seqs)
+        """``prepare`` sets buffers up for an empty step of a key; ``forward`` computes its logits
+        ``[rows, vocab]`` from the buffers; ``logits [most rows, vocab]`` is where they go."""
+        self._buckets = {
+            StepKind.DECODE: buckets(logits.shape[0]),
+            StepKind.MIXED: mixed_buckets(max_step_tokens),
+        }
         self._logits = logits
         self._prepare = prepare
         self._forward = forward
@@ -54,18 +64,19 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def bucket_of(self, num_rows: int) -> int | None:
+    def bucket_of(self, kind: StepKind, num_rows: int) -> int | None:
         """The smallest bucket that holds so many rows; None where there is none."""
-        return next((bucket for bucket in self._buckets if bucket >= num_rows), None)
+        return next((bucket for bucket in self._buckets[kind] if bucket >= num_rows), None)
 
     def keys(self, rank_buckets: Iterable[int]) -> list[GraphKey]:
         """Base-only and beside steps of every bucket, the largest first: it makes the pool."""
         return [
             key
-            for bucket in reversed(self._buckets)
+            for kind in (StepKind.MIXED, StepKind.DECODE)
+            for bucket in reversed(self._buckets[kind])
             for key in (
-                GraphKey(bucket, Form.NONE),
-                *(GraphKey(bucket, Form.BESIDE, ranks) for ranks in rank_buckets),
+                GraphKey(bucket, Form.NONE, kind=kind),
+                *(GraphKey(bucket, Form.BESIDE, ranks, kind) for ranks in rank_buckets),
             )
         ]
 
@@ -77,7 +88,7 @@ class StepGraphs:
         self._prepare(key)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._forward(key.bucket)  # whatever is made at a first call is made outside
+            self._forward(key)  # whatever is made at a first call is made outside
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -85,11 +96,12 @@ class StepGraphs:
         with torch.cuda.stream(self._stream):
             # Other threads may use CUDA meanwhile: one that reads an adapter pins memory for it.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._logits[: key.bucket].copy_(self._forward(key.bucket))
+            logits = self._forward(key)
+            self._logits[: len(logits)].copy_(logits)
             graph.capture_end()
         self._graphs[key] = graph
 
     def replay(self, key: GraphKey) -> Tensor:
-        """Run a captured step; its logits ``[bucket, vocab]``, good until the next replay."""
+        """Run a captured step; its logits ``[rows, vocab]``, good until the next replay."""
         self._graphs[key].replay()
-        return self._logits[: key.bucket]
+        return self._logits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,6 +18,7 @@ from loramux.ops.attention import AttentionLayer
 from loramux.ops.layout import ALIGN_BYTES, pad
 from loramux.plan import Sample, SequenceStep, SlotClear, SlotLoad, StepPlan
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot
+from loramux.worker.graphs import GraphKey
 from loramux.worker.worker import Worker
 
 _GRAPH_BYTES_PER_LAYER = 2**18
@@ -95,18 +96,16 @@ class DeviceUse:
 
 
 def kv_budget(
-    use: DeviceUse, share: float, limits: StepLimits, num_graphs: int, num_layers: int
+    use: DeviceUse, share: float, limits: StepLimits, graphs: Sequence[GraphKey], num_layers: int
 ) -> int:
     """Bytes that are left for keys and values when ``share`` of the memory may be in use.
 
     All graphs have one pool, which holds what the largest captured step has under way: by its rows,
     a part of the largest step of all.
     """
-    graphs = 0
-    if num_graphs:
-        pool = use.step * limits.max_num_seqs // limits.max_step_tokens
-        graphs = pool + num_graphs * num_layers * _GRAPH_BYTES_PER_LAYER
-    return int(share * use.total) - use.in_use - use.step - graphs
+    pool = use.step * max((g.bucket for g in graphs), default=0) // limits.max_step_tokens
+    captured = pool + len(graphs) * num_layers * _GRAPH_BYTES_PER_LAYER
+    return int(share * use.total) - use.in_use - use.step - captured
 
 
 def blocks_of(num_tokens: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,7 @@ from loramux.lora.layers import Form, LoraContext
 from loramux.lora.routing import Routing
 from loramux.model.compile import MIN_ROWS, compile_layers
 from loramux.model.load import BaseModel
-from loramux.ops.attention import AttentionBackend
+from loramux.ops.attention import AttentionBackend, StepKind
 from loramux.ops.interface import LoraOps
 from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep
@@ -51,8 +52,8 @@ class Runner(Protocol):
         ...
 
     @property
-    def num_graphs(self) -> int:
-        """How many graphs ``warm_up`` captures."""
+    def first_graphs(self) -> list[GraphKey]:
+        """What ``warm_up`` captures."""
         ...
 
     def warm_up(self, progress: Progress) -> Captured:
@@ -118,8 +119,8 @@ class EagerRunner:
         return output.logits[0]
 
     @property
-    def num_graphs(self) -> int:
-        return 0
+    def first_graphs(self) -> list[GraphKey]:
+        return []
 
     def warm_up(self, progress: Progress) -> Captured:
         """Nothing is kept from one step to the next."""
@@ -130,7 +131,7 @@ class EagerRunner:
 
 
 class CapturedRunner:
-    """Compiled layers over fixed buffers; steps of one token a sequence are replayed as graphs.
+    """Compiled layers over fixed buffers; all but large steps are replayed as graphs.
 
     Graphs are captured at start for plain adapters of the usual ranks. Others (DoRA, large ranks)
     are captured when a step first needs one.
@@ -146,12 +147,13 @@ class CapturedRunner:
         max_step_tokens: int,
     ) -> None:
         device = base.model.device
+        max_rows = max(max_step_tokens, MIN_ROWS)
         self._base = base
         self._backend = backend
         self._context = context
         self._ops = options.ops
         self._uploads = options.uploads
-        self._token_ids = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
         self._logit_rows = torch.zeros_like(self._token_ids)
         self._pending_rows = torch.zeros_like(self._token_ids)
@@ -159,15 +161,17 @@ class CapturedRunner:
         self._graphs: StepGraphs | None = None
         self._settled = False
         """Whether addresses stay as they are, so that steps may be captured."""
+        self._max_logit_rows = max(options.max_num_seqs, MIN_ROWS)
         if options.capture:
-            max_rows = max(options.max_num_seqs, MIN_ROWS)
-            logits = torch.zeros(max_rows, base.vocab_size, dtype=base.dtype, device=device)
-            self._graphs = StepGraphs(max_rows, logits, self._prepare, self._decode)
+            logits = torch.zeros(
+                self._max_logit_rows, base.vocab_size, dtype=base.dtype, device=device
+            )
+            self._graphs = StepGraphs(logits, max_rows, self._prepare, self._compute)
         compile_layers(base.model, options.compiler)
 
     @property
-    def num_graphs(self) -> int:
-        return len(self._first_keys())
+    def first_graphs(self) -> list[GraphKey]:
+        return [] if self._graphs is None else self._graphs.keys(self._ops.rank_buckets[:2])
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress) -> Captured:
@@ -177,7 +181,7 @@ class CapturedRunner:
             return Captured()
         started = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
-        keys = self._first_keys()
+        keys = self.first_graphs
         for key in progress(keys):
             self._graphs.capture(key)
         torch.cuda.synchronize()
@@ -188,52 +192,41 @@ class CapturedRunner:
         assert not self._settled, "captured steps hold the addresses of the backend before"
         self._backend = backend
 
-    def _first_keys(self) -> list[GraphKey]:
-        return [] if self._graphs is None else self._graphs.keys(self._ops.rank_buckets[:2])
-
     @torch.inference_mode()
     def run(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
     ) -> Tensor:
-        num_tokens = len(inputs.token_ids)
-        one_each = num_tokens == len(sequences) == len(inputs.logit_rows)
-        graphs = self._graphs if self._settled and one_each else None
-        bucket = None if graphs is None else graphs.bucket_of(num_tokens)
-        if graphs is None or bucket is None:
+        graphs = self._graphs if self._settled else None
+        kind = graph_kind(inputs, len(sequences))
+        num_rows = max(len(inputs.token_ids), MIN_ROWS)
+        bucket = graphs.bucket_of(kind, num_rows) if graphs and kind else None
+        if graphs is None or kind is None or bucket is None:
             return self._run_eager(inputs, sequences, last_tokens)
-        key = self._key(bucket, sequences)
+        key = self._key(bucket, sequences, kind)
         if key not in graphs:
             graphs.capture(key)
-        self._set_up(key, inputs, sequences, captured=True)
+        self._set_up(key, inputs, sequences)
         self._fill_pending(inputs, last_tokens)
-        return graphs.replay(key)[:num_tokens]
+        return graphs.replay(key)[: len(inputs.logit_rows)]
 
     def _run_eager(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
     ) -> Tensor:
         num_rows = max(len(inputs.token_ids), MIN_ROWS)
-        self._set_up(self._key(num_rows, sequences), inputs, sequences, captured=False)
+        self._set_up(self._key(num_rows, sequences, StepKind.EAGER), inputs, sequences)
         self._fill_pending(inputs, last_tokens)
-        self._uploads.copy(self._logit_rows, inputs.logit_rows)
         return self._forward(num_rows, self._logit_rows[: len(inputs.logit_rows)])
 
-    def _key(self, num_rows: int, sequences: Sequence[SequenceStep]) -> GraphKey:
+    def _key(self, num_rows: int, sequences: Sequence[SequenceStep], kind: StepKind) -> GraphKey:
         tables, slots = self._context.tables, {s.slot for s in sequences}
         max_rank = max((tables.max_rank[slot] for slot in slots), default=0)
         if max_rank == 0:
-            return GraphKey(num_rows, Form.NONE)
+            return GraphKey(num_rows, Form.NONE, kind=kind)
         gain = any(tables.has_gain[slot] for slot in slots)
         form = Form.IN_PLACE if gain else Form.BESIDE
-        return GraphKey(num_rows, form, self._ops.bucket_of(max_rank))
+        return GraphKey(num_rows, form, self._ops.bucket_of(max_rank), kind)
 
-    def _set_up(
-        self,
-        key: GraphKey,
-        inputs: StepInputs,
-        sequences: Sequence[SequenceStep],
-        *,
-        captured: bool,
-    ) -> None:
+    def _set_up(self, key: GraphKey, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> None:
         """Bring a step into the buffers that the forward reads."""
         self._uploads.begin_step()
         self._context.form.value = key.form
@@ -241,25 +234,31 @@ class CapturedRunner:
         self._context.routing.fill(
             [s.slot for s in sequences], [len(s.token_ids) for s in sequences], key.bucket
         )
-        self._backend.begin_step(inputs.attention, key.bucket, captured=captured)
+        self._backend.begin_step(inputs.attention, key.bucket, key.kind)
         self._uploads.copy(self._token_ids, inputs.token_ids)
         self._uploads.copy(self._positions, inputs.positions)
+        # A graph takes as many rows as there could be: those beyond must exist, too.
+        unused = max(0, self._max_logit_rows - len(inputs.logit_rows))
+        self._uploads.copy(self._logit_rows, np.pad(inputs.logit_rows, (0, unused)))
+        self._uploads.copy(self._pending_rows, inputs.pending_rows)
+        self._uploads.copy(self._pending_sources, inputs.pending_sources)
+        self._uploads.flush()
 
     def _fill_pending(self, inputs: StepInputs, last_tokens: Tensor) -> None:
         """Bring in the tokens that the step before samples, which the host does not know."""
         num_pending = len(inputs.pending_rows)
         if not num_pending:
             return
-        self._uploads.copy(self._pending_rows, inputs.pending_rows)
-        self._uploads.copy(self._pending_sources, inputs.pending_sources)
         found = last_tokens.index_select(0, self._pending_sources[:num_pending])
         self._token_ids.index_copy_(0, self._pending_rows[:num_pending], found)
 
     def _prepare(self, key: GraphKey) -> None:
-        self._set_up(key, StepInputs.empty(), (), captured=True)
+        self._set_up(key, StepInputs.empty(), ())
 
-    def _decode(self, num_rows: int) -> Tensor:
-        return self._forward(num_rows, 0)
+    def _compute(self, key: GraphKey) -> Tensor:
+        if key.kind is StepKind.DECODE:
+            return self._forward(key.bucket, 0)
+        return self._forward(key.bucket, self._logit_rows[: min(key.bucket, self._max_logit_rows)])
 
     def _forward(self, num_rows: int, logit_rows: Tensor | int) -> Tensor:
         """``logit_rows`` 0 means all."""
@@ -270,3 +269,12 @@ class CapturedRunner:
             logits_to_keep=logit_rows,
         )
         return output.logits[0]
+
+
+def graph_kind(inputs: StepInputs, num_sequences: int) -> StepKind | None:
+    """The kind of graph that can compute a step; None where none can."""
+    num_tokens = len(inputs.token_ids)
+    if num_tokens == num_sequences and np.array_equal(inputs.logit_rows, np.arange(num_tokens)):
+        return StepKind.DECODE  # whose logits are those of all rows, in their order
+    # Prompt log-probabilities can ask for more rows than a graph has room for.
+    return StepKind.MIXED if len(inputs.logit_rows) <= num_sequences else None

@@ -30,6 +30,7 @@ from loramux.ops.interface import LoraOps
 from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.types import AdapterId, RequestId
+from loramux.worker.graphs import GraphKey
 from loramux.worker.inputs import StepInputs, build_inputs
 from loramux.worker.launched import LaunchedStep, SampledTokens
 from loramux.worker.logprobs import PromptLogprobs, prompt_logprobs
@@ -132,9 +133,9 @@ class Worker:
         return self._tables.num_slots
 
     @property
-    def num_graphs(self) -> int:
-        """How many graphs ``warm_up`` captures."""
-        return self._runner.num_graphs
+    def first_graphs(self) -> list[GraphKey]:
+        """What ``warm_up`` captures."""
+        return self._runner.first_graphs
 
     @property
     def modules(self) -> ModuleTable:
