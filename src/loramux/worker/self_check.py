@@ -117,9 +117,11 @@ def _steps(num_sequences: int, longest: int, max_step_tokens: int) -> Iterator[l
 def _plain_logits(base: BaseModel, seam: AttentionSeam, tokens: list[int]) -> Tensor:
     seam.use("eager")
     try:
-        return base.model(
-            input_ids=torch.tensor([tokens], device=base.model.device), use_cache=False
-        ).logits[0]
+        # As transformers runs it, and layers that are compiled are not compiled for this once.
+        with torch.compiler.set_stance("force_eager"):
+            return base.model(
+                input_ids=torch.tensor([tokens], device=base.model.device), use_cache=False
+            ).logits[0]
     finally:
         seam.use(IMPLEMENTATION)
 
