@@ -76,7 +76,7 @@ def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> Pr
         cursor += size_a + size_b
     generator = torch.Generator("cuda").manual_seed(seed)
     block = torch.randn(cursor, generator=generator, device="cuda") * 0.02
-    copy = HostCopy(block.to(worker.dtype).cpu(), tuple(placements))
+    copy = HostCopy(block.to(worker.dtype).cpu().pin_memory(), tuple(placements))
     assert copy.num_bytes == block_bytes(shapes, rank, worker.dtype)
     return PreparedAdapter(AdapterId(adapter_id), copy.num_bytes, rank, (), copy)
 

@@ -15,6 +15,18 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
+@dataclass(frozen=True)
+class StepLimits:
+    """How much one step can hold."""
+
+    max_num_seqs: int
+    max_step_tokens: int
+
+
+DEFAULT_LIMITS = {"cpu": StepLimits(64, 1024), "cuda": StepLimits(256, 8192)}
+"""By the kind of device that computes the steps."""
+
+
 def option(default: Any, text: str) -> Any:
     """A dataclass field whose ``text`` is its help on the command line and in the docs."""
     return field(default=default, metadata={"help": text})
@@ -76,10 +88,21 @@ class AdapterOptions:
 class SchedulerOptions:
     """How steps are filled."""
 
-    max_num_seqs: int = option(64, "sequences in one step")
-    max_step_tokens: int = option(1024, "tokens in one step; longer prompts are read in chunks")
+    max_num_seqs: int | None = option(
+        None, "sequences in one step; default: 64 on a CPU, 256 on a GPU"
+    )
+    max_step_tokens: int | None = option(
+        None,
+        "tokens in one step, longer prompts are read in chunks; default: 1024 on a CPU, 8192 on a "
+        "GPU",
+    )
     kv_cache: str | None = option(
-        None, "bytes for the KV cache, such as 4GiB; default: max_num_seqs sequences, at most 2GiB"
+        None,
+        "bytes for the KV cache, such as 4GiB; default: max_num_seqs sequences, on a CPU at most "
+        "2GiB, on a GPU at most what gpu_memory leaves",
+    )
+    gpu_memory: float = option(
+        0.9, "share of the GPU's memory that may be in use, where kv_cache is not given"
     )
     max_waiting: int = option(4096, "requests that may wait; further ones are refused")
 
@@ -87,13 +110,23 @@ class SchedulerOptions:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_step_tokens", self.max_step_tokens, 1)
         _at_least("max_waiting", self.max_waiting, 1)
-        if self.max_step_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_step_tokens ({self.max_step_tokens}) is below max_num_seqs "
-                f"({self.max_num_seqs}): each running sequence needs one token a step"
-            )
+        if not 0 < self.gpu_memory <= 1:
+            raise ConfigError(f"gpu_memory must be above 0 and at most 1, not {self.gpu_memory}")
         if self.kv_cache is not None:
             parse_bytes(self.kv_cache)
+        given = (self.max_num_seqs, self.max_step_tokens)
+        if given[0] is not None and given[1] is not None and given[1] < given[0]:
+            raise ConfigError(
+                f"max_step_tokens ({given[1]}) is below max_num_seqs ({given[0]}): each running "
+                "sequence needs one token a step"
+            )
+
+    def limits(self, device: str) -> StepLimits:
+        """On a kind of device; what is not given makes room for what is."""
+        default = DEFAULT_LIMITS[device]
+        most = self.max_step_tokens or default.max_step_tokens
+        max_num_seqs = self.max_num_seqs or min(default.max_num_seqs, most)
+        return StepLimits(max_num_seqs, self.max_step_tokens or max(most, max_num_seqs))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from loramux.lora.device_store import DeviceStore
+from loramux.lora.lanes import lanes_of
+from loramux.lora.transfers import Transfers
 from loramux.types import Slot
 
 CPU = torch.device("cpu")
@@ -17,12 +19,16 @@ NUM_SLOTS = 6
 UNITS = 20
 
 
+def new_store(num_bytes: int, dtype: torch.dtype = torch.float32) -> DeviceStore:
+    return DeviceStore(num_bytes, dtype, CPU, Transfers(*lanes_of(CPU)))
+
+
 class ArenaWalk(RuleBasedStateMachine):
     """Loads and clears at random, in units of 16 bytes, never more than the arena holds."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = DeviceStore(UNITS * 16, torch.float32, CPU)
+        self.store = new_store(UNITS * 16)
         self.address = self.store.arena.data_ptr()
         self.blocks: dict[Slot, Tensor] = {}
         self.starts: dict[Slot, int] = {}
@@ -71,7 +77,7 @@ TestArenaWalk.settings = settings(max_examples=60, stateful_step_count=30, deadl
 
 def filled(*units: int) -> DeviceStore:
     """A store of eight units with a block in each of the first slots."""
-    store = DeviceStore(8 * 16, torch.float32, CPU)
+    store = new_store(8 * 16)
     for slot, size in enumerate(units):
         store.load(Slot(slot), torch.full((size * 4,), float(slot + 1)))
     return store
@@ -117,4 +123,4 @@ def test_more_than_the_arena_holds_is_our_own_mistake() -> None:
 
 @pytest.mark.parametrize(("num_bytes", "elements"), [(1, 8), (16, 8), (17, 16)])
 def test_size_is_rounded_up_to_whole_units(num_bytes: int, elements: int) -> None:
-    assert DeviceStore(num_bytes, torch.bfloat16, CPU).arena.numel() == elements
+    assert new_store(num_bytes, torch.bfloat16).arena.numel() == elements

@@ -102,9 +102,16 @@ def context() -> LoraContext:
 
 
 def captured(context: LoraContext, monkeypatch: pytest.MonkeyPatch) -> CapturedRunner:
-    monkeypatch.setattr(module, "compile_layers", lambda model, compiler: None)
+    monkeypatch.setattr(module, "compile_layers", lambda model, runs, compiler: None)
     options = CompiledOptions(context.ops, Uploads(CPU), 8, capture=False)  # type: ignore[arg-type]
-    return CapturedRunner(Base(), Base(), context, options, max_step_tokens=64)  # type: ignore[arg-type]
+    return CapturedRunner(
+        Base(),
+        Base(),
+        context,
+        options,
+        runs=(),
+        max_step_tokens=64,  # type: ignore[arg-type]
+    )
 
 
 def step(slots: Sequence[int], tokens: int = 1) -> StepPlan:

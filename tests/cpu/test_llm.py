@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from loramux.config import StepLimits
 from loramux.engine.build import Parts
 from loramux.engine.llm import LLM
 from loramux.errors import EngineStopped, InvalidRequest, UnknownModel
@@ -30,7 +31,7 @@ def llm(small: SmallEngine, tmp_path: Path) -> LLM:
         (tmp_path / name).mkdir()
     fakes: Any = (small.worker, small.admission, small.text)
     adapters = {name: str(tmp_path / name) for name in "ab"}
-    return LLM.over(Parts(small.core, *fakes, "base"), adapters)
+    return LLM.over(Parts(small.core, *fakes, "base", StepLimits(4, 8)), adapters)
 
 
 def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:

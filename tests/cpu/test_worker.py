@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loramux.errors import AdapterRefused
+from loramux.lora.weights import HostCopy
+from loramux.ops.layout import OFFSET_A, OFFSET_B, RANK
 from loramux.plan import PENDING_TOKEN, SequenceStep, SlotClear, StepPlan
 from loramux.testing import random_adapter
 from loramux.types import Slot
@@ -161,6 +163,48 @@ def test_weights_that_move_in_the_middle_of_a_sequence_change_nothing(
     assert store.start_of(Slot(1)) != before, "nothing has moved"
     assert_close(got + rest[0], tight.expected("two", PROMPT))
     assert_close(rest[1], tight.expected("wide", OTHER))
+
+
+def test_moving_blocks_leaves_tables_and_weights_of_every_slot_right(
+    served: Served, tmp_path: Path
+) -> None:
+    """In the very step that uses those that move, the new one, and one that stays."""
+    sizes = {name: served.prepared[name].num_bytes for name in ADAPTERS}
+    arena_bytes = sum(sizes.values()) + sizes["one"]
+    tight = Served(tmp_path / "tight", arena_bytes=arena_bytes, max_tokens=128)
+    tight.add("wide", rank=9, seed=4)
+    tight.worker.apply([tight.load(slot, name) for slot, name in ((0, "three"), (1, "one"))])
+    tight.worker.apply([tight.load(2, "two"), SlotClear(Slot(1))])
+    worker = tight.worker
+    store, tables = worker._device, worker._tables
+    starts = {slot: store.start_of(Slot(slot)) for slot in (0, 2)}
+    versions = list(tables.version)
+
+    got = tight.run(
+        part(PROMPT, 2, blocks=[0, 1]),
+        part(PROMPT, 0, blocks=[2, 3]),
+        part(PROMPT, 1, blocks=[4, 5]),
+        part(PROMPT, BASE, blocks=[6, 7]),
+        orders=[tight.load(1, "wide")],
+    )
+
+    assert store.start_of(Slot(0)) == starts[0]
+    assert store.start_of(Slot(2)) < starts[2], "nothing has moved"
+    store.check()
+    for slot, name in enumerate(("three", "wide", "two")):
+        copy = tight.prepared[name].content
+        assert isinstance(copy, HostCopy)
+        start = store.start_of(Slot(slot))
+        assert torch.equal(store.arena[start : start + copy.block.numel()], copy.block)
+        for placement in copy.placements:
+            record = tables.table[placement.module, slot]
+            assert record[OFFSET_A] == start // store.unit + placement.offset_a
+            assert record[OFFSET_B] == start // store.unit + placement.offset_b
+            assert record[RANK] == placement.rank
+    changed = [new != old for new, old in zip(tables.version, versions, strict=True)]
+    assert changed == [False, True, True, False]
+    for rows, name in zip(got, ("two", "three", "wide", None), strict=True):
+        assert_close(rows, tight.expected(name, PROMPT))
 
 
 def test_nan_of_one_adapter_ends_its_sequence_alone(served: Served) -> None:

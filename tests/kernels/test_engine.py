@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from loramux import LLM, SamplingParams
-from loramux.config import EngineOptions, ModelOptions, SchedulerOptions
+from loramux.config import EngineOptions, ModelOptions, SchedulerOptions, StepLimits
 from loramux.engine.build import Backends, choose_backends
 from loramux.lora.segments import padded_rows
 from loramux.model.anatomy import Anatomy
@@ -22,14 +22,14 @@ NEW_TOKENS = 24 if torch.cuda.is_available() else 4  # the interpreter is slow
 
 
 def triton_backends(
-    model: BaseModel, anatomy: Anatomy, num_blocks: int, options: EngineOptions
+    model: BaseModel, anatomy: Anatomy, limits: StepLimits, options: EngineOptions
 ) -> Backends:
     ops = TritonOps(
-        padded_rows=padded_rows(options.adapters.max_loras, options.scheduler.max_step_tokens),
+        padded_rows=padded_rows(options.adapters.max_loras, limits.max_step_tokens),
         max_rank=64,
         device=model.model.device,
     )
-    chosen = choose_backends(model, anatomy, num_blocks, options)
+    chosen = choose_backends(model, anatomy, limits, options)
     return replace(chosen, ops=ops)
 
 

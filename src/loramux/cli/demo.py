@@ -11,7 +11,13 @@ from typing import Annotated
 
 import typer
 
-from loramux.config import AdapterOptions, EngineOptions, SchedulerOptions, ServerOptions
+from loramux.config import (
+    DEFAULT_LIMITS,
+    AdapterOptions,
+    EngineOptions,
+    SchedulerOptions,
+    ServerOptions,
+)
 from loramux.demo.adapters import default_adapters_folder, find_adapters
 from loramux.demo.answers import Grid, Summary
 from loramux.demo.base import BASE_NAME, demo_base
@@ -90,11 +96,11 @@ async def _run(
 def engine_options(grid: Grid) -> EngineOptions:
     """Options with which one step can hold every request of the grid."""
     num_requests = len(list(grid.answers))
-    adapters, scheduler = AdapterOptions(), SchedulerOptions()
+    adapters, least = AdapterOptions(), DEFAULT_LIMITS["cpu"]
     return EngineOptions(
         adapters=AdapterOptions(max_loras=max(adapters.max_loras, len(grid.adapters))),
         scheduler=SchedulerOptions(
-            max_num_seqs=max(scheduler.max_num_seqs, num_requests),
-            max_step_tokens=max(scheduler.max_step_tokens, num_requests * _PROMPT_TOKENS),
+            max_num_seqs=max(least.max_num_seqs, num_requests),
+            max_step_tokens=max(least.max_step_tokens, num_requests * _PROMPT_TOKENS),
         ),
     )

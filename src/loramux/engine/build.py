@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loramux.adapters.catalog import Catalog
-from loramux.config import BLOCK_SIZE, EngineOptions, parse_bytes
+from loramux.config import BLOCK_SIZE, EngineOptions, StepLimits, parse_bytes
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.async_engine import AsyncEngine
@@ -34,7 +35,20 @@ from loramux.ops.upload import Uploads
 from loramux.scheduling.scheduler import Limits
 from loramux.types import Slot
 from loramux.worker.graphs import GraphKey
-from loramux.worker.runner import CompiledOptions
+from loramux.worker.memory import (
+    DeviceUse,
+    KvSizes,
+    blocks_of,
+    give_back_unused,
+    in_use,
+    kv_budget,
+    longest_part,
+    measure,
+    must_fit,
+    weight_bytes,
+)
+from loramux.worker.memory_report import GpuMemory, MemoryReport
+from loramux.worker.runner import Captured, CompiledOptions
 from loramux.worker.self_check import self_check
 from loramux.worker.worker import Worker
 
@@ -43,6 +57,8 @@ log = logging.getLogger(__name__)
 _DEFAULT_KV_BYTES = 2 * 2**30
 _DEFAULT_RANK = 64
 """The default arena holds ``max_loras`` adapters of this rank on every linear."""
+_REPORTED_RANKS = (16, 64)
+"""The log tells how many adapters of these ranks the arena holds."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,7 @@ class Parts:
     admission: Admission
     text: HFText
     base_name: str
+    limits: StepLimits
 
 
 def build_async_engine(
@@ -71,7 +88,7 @@ def build_async_engine(
         parts.admission,
         parts.text,
         base_name=parts.base_name,
-        max_open=options.scheduler.max_waiting + options.scheduler.max_num_seqs,
+        max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
         adapters=tuple((adapters or {}).items()),
     )
 
@@ -94,26 +111,46 @@ def assemble(
 
     ``runs_ahead``: launch a step before the one before is known, also where that gains nothing.
     """
+    device = model.model.device
+    limits = options.scheduler.limits(device.type)
+    weights = weight_bytes(model.model)
     seam = AttentionSeam(model.model)
     anatomy = examine(model, seam)
     num_slots = options.adapters.max_loras
-    num_blocks = _num_blocks(model, anatomy, options)
     arena_bytes = _arena_bytes(model, anatomy, options)
-    backends = choose_backends(model, anatomy, num_blocks, options)
+    backends = choose_backends(model, anatomy, limits, options)
+    kv = KvSizes.of(
+        anatomy.attention,
+        model.dtype,
+        max_model_len=model.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+    )
+    num_blocks = _first_blocks(kv, limits, device, options)
+    attention = _attention(backends, num_blocks)
     worker = Worker(
         model,
         anatomy,
         seam,
-        backends.attention,
+        attention,
         backends.ops,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
-        max_step_tokens=options.scheduler.max_step_tokens,
+        max_step_tokens=limits.max_step_tokens,
         max_rank=options.adapters.max_rank,
         compiled=backends.compiled,
         runs_ahead=runs_ahead or backends.compiled is not None,
     )
-    worker.warm_up(_progress)
+    use = None
+    if device.type == "cuda":
+        use = measure(worker, kv, limits, kv_bytes=attention.kv_bytes)
+        if options.scheduler.kv_cache is None:
+            share, num_layers = options.scheduler.gpu_memory, len(anatomy.attention)
+            budget = kv_budget(use, share, limits, worker.first_graphs, num_layers)
+            num_blocks = kv.blocks_planned(budget)
+            attention = _attention(backends, num_blocks)
+            worker.use_attention(attention)
+            give_back_unused()
+    captured = worker.warm_up(_progress)
     if options.model.self_check:
         worst = self_check(
             model,
@@ -121,7 +158,7 @@ def assemble(
             seam,
             block_size=BLOCK_SIZE,
             num_blocks=num_blocks,
-            max_step_tokens=options.scheduler.max_step_tokens,
+            max_step_tokens=limits.max_step_tokens,
             base_slot=Slot(num_slots),
         )
         log.info("self-check passed: logits within %.1e standard deviations", worst)
@@ -131,11 +168,7 @@ def assemble(
         worker,
         text,
         catalog,
-        limits=Limits(
-            max_num_seqs=options.scheduler.max_num_seqs,
-            max_step_tokens=options.scheduler.max_step_tokens,
-            block_size=BLOCK_SIZE,
-        ),
+        limits=Limits(limits.max_num_seqs, limits.max_step_tokens, BLOCK_SIZE),
         num_blocks=num_blocks,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
@@ -143,54 +176,95 @@ def assemble(
     )
     admission = Admission(catalog, RequestLimits(model.max_model_len, model.vocab_size))
     log.info(
-        "serving %s: %s, %s attention, %s LoRA op, %d slots (%.0f MB), %d KV blocks of %d tokens",
+        "serving %s: %s, %s attention, %s LoRA op",
         base_name,
         str(model.dtype).removeprefix("torch."),
-        backends.attention.name,
+        attention.name,
         backends.ops.name,
-        num_slots,
-        arena_bytes / 1e6,
-        num_blocks,
-        BLOCK_SIZE,
     )
-    return Parts(core, worker, admission, text, base_name)
+    report = MemoryReport(
+        weights=weights,
+        kv_cache=attention.kv_bytes,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        arena=worker.arena_bytes,
+        num_slots=num_slots,
+        adapters={
+            rank: block_bytes(anatomy.modules.shapes, rank, model.dtype) for rank in _REPORTED_RANKS
+        },
+        gpu=None if use is None else _gpu_memory(use, limits, backends, captured),
+    )
+    log.info("memory:\n%s", "\n".join(report.lines()))
+    return Parts(core, worker, admission, text, base_name, limits)
+
+
+def _first_blocks(
+    kv: KvSizes, limits: StepLimits, device: torch.device, options: EngineOptions
+) -> int:
+    """Blocks of the cache; on a GPU, where it is planned, those of the largest step alone."""
+    if options.scheduler.kv_cache is not None:
+        return kv.blocks_chosen(parse_bytes(options.scheduler.kv_cache))
+    if device.type == "cuda":
+        return blocks_of(longest_part(limits, kv.max_model_len))
+    return kv.blocks_by_default(_DEFAULT_KV_BYTES)
+
+
+def _attention(backends: Backends, num_blocks: int) -> AttentionBackend:
+    with must_fit("the KV cache"):
+        return backends.attention(num_blocks)
+
+
+def _gpu_memory(
+    use: DeviceUse, limits: StepLimits, backends: Backends, captured: Captured
+) -> GpuMemory:
+    return GpuMemory(
+        lora_workspace=backends.workspace_bytes,
+        step=use.step,
+        max_step_tokens=limits.max_step_tokens,
+        num_graphs=captured.num_graphs,
+        graphs=captured.num_bytes,
+        in_use=in_use(),
+        total=use.total,
+    )
 
 
 @dataclass(frozen=True)
 class Backends:
     """What computes attention and LoRA."""
 
-    attention: AttentionBackend
+    attention: Callable[[int], AttentionBackend]
+    """Makes one with a cache of so many blocks."""
     ops: LoraOps
+    workspace_bytes: int = 0
+    """Of the LoRA op."""
     compiled: CompiledOptions | None = None
     """Given where layers are compiled and decode steps captured."""
 
 
 def choose_backends(
-    model: BaseModel, anatomy: Anatomy, num_blocks: int, options: EngineOptions
+    model: BaseModel, anatomy: Anatomy, limits: StepLimits, options: EngineOptions
 ) -> Backends:
     """The best for the model's device and dtype."""
-    device, layers = model.model.device, anatomy.attention
-    if device.type == "cuda":
-        return _cuda_backends(model, layers, num_blocks, options)
+    if model.model.device.type == "cuda":
+        return _cuda_backends(model, anatomy.attention, limits, options)
     if options.adapters.tuning is not None:
         raise ConfigError("a tuning table is for a GPU's kernels: leave --tuning out on a CPU")
     # float32 products start fast enough for one after the other.
     ops = StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
-    return Backends(TorchAttention(layers, num_blocks, BLOCK_SIZE, model.dtype, device), ops)
+    return Backends(_torch_attention(model, anatomy.attention), ops)
 
 
 def _cuda_backends(
     model: BaseModel,
     layers: Mapping[int, AttentionLayer],
-    num_blocks: int,
+    limits: StepLimits,
     options: EngineOptions,
 ) -> Backends:
     from loramux.ops.triton_lora import TritonOps
 
-    device, max_step_tokens = model.model.device, options.scheduler.max_step_tokens
+    device = model.model.device
     ops = TritonOps(
-        padded_rows=padded_rows(options.adapters.max_loras, max_step_tokens),
+        padded_rows=padded_rows(options.adapters.max_loras, limits.max_step_tokens),
         max_rank=options.adapters.max_rank,
         device=device,
         chooser=tile_chooser(torch.cuda.get_device_name(device), options.adapters.tuning),
@@ -202,22 +276,34 @@ def _cuda_backends(
     else:
         if FlashInferAttention.supports(layers, model.dtype):
             uploads = Uploads(device)
-            attention = FlashInferAttention(
+            attention = partial(
+                FlashInferAttention,
                 layers,
-                num_blocks,
-                BLOCK_SIZE,
+                block_size=BLOCK_SIZE,
                 dtype=model.dtype,
                 device=device,
                 uploads=uploads,
-                max_num_seqs=options.scheduler.max_num_seqs,
-                max_step_tokens=max_step_tokens,
+                max_num_seqs=limits.max_num_seqs,
+                max_step_tokens=limits.max_step_tokens,
                 max_model_len=model.max_model_len,
             )
-            compiled = CompiledOptions(ops, uploads, options.scheduler.max_num_seqs)
-            return Backends(attention, ops, compiled)
+            compiled = CompiledOptions(ops, uploads, limits.max_num_seqs)
+            return Backends(attention, ops, ops.workspace_bytes, compiled)
         missing = "FlashInfer has no kernels for this model's heads or dtype (use bfloat16)"
     log.warning("%s: attention runs in torch, without CUDA graphs, several times slower", missing)
-    return Backends(TorchAttention(layers, num_blocks, BLOCK_SIZE, model.dtype, device), ops)
+    return Backends(_torch_attention(model, layers), ops, ops.workspace_bytes)
+
+
+def _torch_attention(
+    model: BaseModel, layers: Mapping[int, AttentionLayer]
+) -> Callable[[int], AttentionBackend]:
+    return partial(
+        TorchAttention,
+        layers,
+        block_size=BLOCK_SIZE,
+        dtype=model.dtype,
+        device=model.model.device,
+    )
 
 
 def _progress(keys: Sequence[GraphKey]) -> Iterable[GraphKey]:
@@ -229,27 +315,6 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelNotServable(path, f"its tokenizer cannot be read: {error}") from error
-
-
-def _num_blocks(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:
-    per_token = sum(
-        kv.num_kv_heads * (kv.key_dim + kv.value_dim) * model.dtype.itemsize
-        for kv in (layer.kv for layer in anatomy.attention.values())
-    )
-    per_block = per_token * BLOCK_SIZE
-    per_sequence = -(-model.max_model_len // BLOCK_SIZE)
-    if options.scheduler.kv_cache is not None:
-        num_blocks = parse_bytes(options.scheduler.kv_cache) // per_block
-    else:
-        wanted = options.scheduler.max_num_seqs * per_sequence
-        num_blocks = min(wanted, _DEFAULT_KV_BYTES // per_block)
-    if num_blocks < per_sequence:
-        raise ConfigError(
-            f"the KV cache holds {num_blocks * BLOCK_SIZE} tokens and one sequence may have "
-            f"{model.max_model_len}: start with --kv-cache {per_sequence * per_block} or more, or "
-            f"with --max-model-len {max(num_blocks * BLOCK_SIZE, 1)} or less"
-        )
-    return num_blocks
 
 
 def _arena_bytes(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:

@@ -32,8 +32,9 @@ class LaunchedStep(Protocol):
 class Worker(Protocol):
     """Carries out an engine's orders. ``testing.FakeWorker`` is one without a model.
 
-    What a worker does on its device it does in the order of the calls. So whatever a launched step
-    reads (KV blocks, a slot's weights) may be given away at once: the new owner writes after it.
+    What a worker does on its device comes out as if done in the order of the calls. So whatever a
+    launched step reads (KV blocks, a slot's weights) may be given away at once: the new owner
+    writes after it.
     """
 
     @property

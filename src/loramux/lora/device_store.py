@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from loramux.lora.transfers import Transfers
 from loramux.ops.layout import ALIGN_BYTES
 from loramux.types import Slot
 
@@ -24,7 +25,9 @@ class DeviceStore:
     the free room is brought together, the others are moved: ``allocate`` says which slots did.
     """
 
-    def __init__(self, num_bytes: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_bytes: int, dtype: torch.dtype, device: torch.device, transfers: Transfers
+    ) -> None:
         unit = ALIGN_BYTES // dtype.itemsize
         self.unit = unit
         """Elements in one unit of the tables' offsets."""
@@ -32,6 +35,7 @@ class DeviceStore:
         self.arena = torch.empty(num_elements, dtype=dtype, device=device)
         assert self.arena.data_ptr() % ALIGN_BYTES == 0
         self._extents: dict[Slot, _Extent] = {}
+        self._transfers = transfers
 
     @property
     def used_bytes(self) -> int:
@@ -42,7 +46,7 @@ class DeviceStore:
         return self._extents[slot].start
 
     def load(self, slot: Slot, block: Tensor) -> list[Slot]:
-        """Copy a host block in; the slots whose blocks had to move, which is mostly none."""
+        """Start to copy a host block in; the slots whose blocks had to move, mostly none."""
         assert slot not in self._extents, "a slot must be cleared before it is filled"
         moved: list[Slot] = []
         start = self._find_room(block.numel())
@@ -50,13 +54,14 @@ class DeviceStore:
             moved = self._compact()
             start = self._find_room(block.numel())
         assert start is not None, "the residency let more bytes in than the arena has"
-        self.arena[start : start + block.numel()].copy_(block, non_blocking=True)
+        self._transfers.load(slot, self.arena, start, block)
         self._extents[slot] = _Extent(start, block.numel())
         return moved
 
     def clear(self, slot: Slot) -> None:
         """Free a slot's block."""
-        del self._extents[slot]
+        extent = self._extents.pop(slot)
+        self._transfers.leave(slot, extent.start, extent.length)
 
     def check(self) -> None:
         """Assert that blocks are aligned, inside the arena and apart."""
@@ -80,14 +85,14 @@ class DeviceStore:
         """Move every block as far to the front as it goes."""
         cursor = 0
         moved: list[Slot] = []
-        for slot, extent in sorted(self._extents.items(), key=lambda item: item[1].start):
-            if extent.start != cursor:
-                source = self.arena[extent.start : extent.start + extent.length]
-                # Source and target may overlap, so the block goes by way of a copy.
-                self.arena[cursor : cursor + extent.length] = source.clone()
-                extent.start = cursor
-                moved.append(slot)
-            cursor += extent.length
+        with self._transfers.moves() as lane:
+            for slot, extent in sorted(self._extents.items(), key=lambda item: item[1].start):
+                if extent.start != cursor:
+                    source = self.arena[extent.start : extent.start + extent.length]
+                    lane.move(self.arena[cursor : cursor + extent.length], source)
+                    extent.start = cursor
+                    moved.append(slot)
+                cursor += extent.length
         return moved
 
     def _in_order(self) -> list[_Extent]:

@@ -7,7 +7,10 @@ from loramux.types import AdapterId
 
 
 class HostStore:
-    """Host copies by adapter id; the catalog says when one is no longer needed."""
+    """Host copies by adapter id; the catalog says when one is no longer needed.
+
+    A copy that is on its way to the device outlives its place here (``lora/transfers.py``).
+    """
 
     def __init__(self) -> None:
         self._copies: dict[AdapterId, HostCopy] = {}

@@ -64,15 +64,18 @@ def pack(
     modules: ModuleTable,
     dtype: torch.dtype,
     base_weight: BaseWeight,
+    *,
+    pinned: bool = False,
 ) -> HostCopy:
     """One block, laid out as ``ops/layout.py`` says, with the scale folded into B.
 
-    Everything is computed in float32 and cast once to ``dtype``.
+    Everything is computed in float32 and cast once to ``dtype``. ``pinned``: into memory from which
+    a GPU copies by itself.
     """
     index = modules.index()
     deltas = sorted(spec.deltas, key=lambda delta: index[delta.module])
     sizes = [_num_elements(delta, modules.shapes[index[delta.module]]) for delta in deltas]
-    block = torch.zeros(sum(map(sum, sizes)), dtype=dtype)
+    block = torch.zeros(sum(map(sum, sizes)), dtype=dtype, pin_memory=pinned)
     unit = ALIGN_BYTES // block.element_size()
     placements = []
     cursor = 0

@@ -74,6 +74,11 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of all keys and values."""
+        ...
+
     def begin_step(
         self,
         sequences: Sequence[AttentionSequence],

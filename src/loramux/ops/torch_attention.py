@@ -82,6 +82,10 @@ class TorchAttention:
         self._write_rows = torch.empty(0, dtype=torch.long)
         self._groups: list[_Group] = []
 
+    @property
+    def kv_bytes(self) -> int:
+        return sum(t.nbytes for t in (*self._keys.values(), *self._values.values()))
+
     def begin_step(
         self,
         sequences: Sequence[AttentionSequence],

@@ -96,7 +96,8 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         # Not by torch.cuda.graph, which collects garbage each time: that takes longer than this.
         with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+            # Other threads may use CUDA meanwhile: one that reads an adapter pins memory for it.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             logits = self._forward(key)
             self._logits[: len(logits)].copy_(logits)
             graph.capture_end()

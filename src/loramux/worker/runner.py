@@ -32,6 +32,15 @@ Progress = Callable[[Sequence[GraphKey]], Iterable[GraphKey]]
 """Passes on what it is given, and may show how far it has come."""
 
 
+@dataclass(frozen=True)
+class Captured:
+    """What has been captured at start."""
+
+    num_graphs: int = 0
+    num_bytes: int = 0
+    """Device memory of the graphs and their pool."""
+
+
 class Runner(Protocol):
     """Computes a step's logits."""
 
@@ -44,8 +53,17 @@ class Runner(Protocol):
         """
         ...
 
-    def warm_up(self, progress: Progress) -> None:
+    @property
+    def first_graphs(self) -> list[GraphKey]:
+        """What ``warm_up`` captures."""
+        ...
+
+    def warm_up(self, progress: Progress) -> Captured:
         """Do at start what the first steps would have to wait for."""
+        ...
+
+    def use_attention(self, backend: AttentionBackend) -> None:
+        """Go over to another backend, to which the model is connected already."""
         ...
 
 
@@ -103,8 +121,16 @@ class EagerRunner:
         )
         return output.logits[0]
 
-    def warm_up(self, progress: Progress) -> None:
+    @property
+    def first_graphs(self) -> list[GraphKey]:
+        return []
+
+    def warm_up(self, progress: Progress) -> Captured:
         """Nothing is kept from one step to the next."""
+        return Captured()
+
+    def use_attention(self, backend: AttentionBackend) -> None:
+        self._backend = backend
 
 
 class CapturedRunner:
@@ -138,6 +164,8 @@ class CapturedRunner:
         self._pending_rows = torch.zeros_like(self._token_ids)
         self._pending_sources = torch.zeros_like(self._token_ids)
         self._graphs: StepGraphs | None = None
+        self._settled = False
+        """Whether addresses stay as they are, so that steps may be captured."""
         self._max_logit_rows = max(options.max_num_seqs, MIN_ROWS)
         if options.capture:
             logits = torch.zeros(
@@ -146,39 +174,47 @@ class CapturedRunner:
             self._graphs = StepGraphs(logits, max_rows, self._prepare, self._compute)
         compile_layers(base.model, runs, options.compiler)
 
-    @torch.inference_mode()
-    def warm_up(self, progress: Progress) -> None:
-        """Capture what most steps need."""
+    @property
+    def first_graphs(self) -> list[GraphKey]:
         if self._graphs is None:
-            return
+            return []
+        return self._graphs.keys(self._ops.rank_buckets[0], self._context.tables.num_slots)
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Progress) -> Captured:
+        """Capture what most steps need."""
+        self._settled = True
+        if self._graphs is None:
+            return Captured()
         started = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
-        keys = self._graphs.keys(self._ops.rank_buckets[0], self._context.tables.num_slots)
+        keys = self.first_graphs
         for key in progress(keys):
             self._graphs.capture(key)
         torch.cuda.synchronize()
-        log.info(
-            "captured %d graphs in %.1f s, %.2f GB",
-            len(keys),
-            time.perf_counter() - started,
-            (free_before - torch.cuda.mem_get_info()[0]) / 1e9,
-        )
+        log.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
+        return Captured(len(keys), max(free_before - torch.cuda.mem_get_info()[0], 0))
+
+    def use_attention(self, backend: AttentionBackend) -> None:
+        assert not self._settled, "captured steps hold the addresses of the backend before"
+        self._backend = backend
 
     @torch.inference_mode()
     def run(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
     ) -> Tensor:
+        graphs = self._graphs if self._settled else None
         kind = graph_kind(inputs, len(sequences))
         num_rows = max(len(inputs.token_ids), MIN_ROWS)
-        bucket = self._graphs.bucket_of(kind, num_rows) if self._graphs and kind else None
-        if self._graphs is None or kind is None or bucket is None:
+        bucket = graphs.bucket_of(kind, num_rows) if graphs and kind else None
+        if graphs is None or kind is None or bucket is None:
             return self._run_eager(inputs, sequences, last_tokens)
         key = self._key(bucket, sequences, kind)
-        if key not in self._graphs:
-            self._graphs.capture(key)
+        if key not in graphs:
+            graphs.capture(key)
         self._set_up(key, inputs, sequences)
         self._fill_pending(inputs, last_tokens)
-        return self._graphs.replay(key)[: len(inputs.logit_rows)]
+        return graphs.replay(key)[: len(inputs.logit_rows)]
 
     def _run_eager(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor

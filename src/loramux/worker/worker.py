@@ -15,9 +15,11 @@ from loramux.adapters.spec import BaseLayout, PreparedAdapter
 from loramux.errors import AdapterRefused
 from loramux.lora.device_store import DeviceStore
 from loramux.lora.host_store import HostStore
+from loramux.lora.lanes import lanes_of
 from loramux.lora.layers import LoraContext
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
+from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy, ModuleTable, pack
 from loramux.model.anatomy import Anatomy, linear_weight
 from loramux.model.attention_seam import AttentionSeam, PagedLayer
@@ -27,10 +29,18 @@ from loramux.ops.attention import AttentionBackend
 from loramux.ops.interface import LoraOps
 from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.types import AdapterId, RequestId
+from loramux.worker.graphs import GraphKey
 from loramux.worker.inputs import StepInputs, build_inputs
 from loramux.worker.launched import LaunchedStep, SampledTokens
 from loramux.worker.logprobs import PromptLogprobs, prompt_logprobs
-from loramux.worker.runner import CapturedRunner, CompiledOptions, EagerRunner, Progress, Runner
+from loramux.worker.runner import (
+    Captured,
+    CapturedRunner,
+    CompiledOptions,
+    EagerRunner,
+    Progress,
+    Runner,
+)
 from loramux.worker.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -68,15 +78,19 @@ class Worker:
         device = base.model.device
         self._base = base
         self._anatomy = anatomy
+        self._seam = seam
         self._max_rank = max_rank
         self._host = HostStore()
-        self._device = DeviceStore(arena_bytes, base.dtype, device)
+        self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._transfers = Transfers(*lanes_of(device))
+        self._device = DeviceStore(arena_bytes, base.dtype, device, self._transfers)
         self._tables = SlotTables(len(anatomy.modules), num_slots, device)
         self._sampler = Sampler()
         self.runs_ahead = runs_ahead
         self._last_tokens = SampledTokens.none(device)
         self._contents: dict[int, AdapterId] = {}
-        self._generation = 0
+        self._generation = -1
+        """Of the newest load. An engine's begin with 1; 0 is for what happens before."""
         uploads = None if compiled is None else compiled.uploads
         context = LoraContext(
             ops,
@@ -86,7 +100,6 @@ class Worker:
             None if compiled is None else compiled.ops.number,
         )
         self._linears = insert_sites(base.model, anatomy, context)
-        seam.connect(lambda layer: PagedLayer(backend.layer(layer)))
         if compiled is None:
             self._runner: Runner = EagerRunner(base, backend, context)
         else:
@@ -99,6 +112,30 @@ class Worker:
                 runs=anatomy.runs,
                 max_step_tokens=max_step_tokens,
             )
+        self.use_attention(backend)
+
+    def use_attention(self, backend: AttentionBackend) -> None:
+        """Compute attention by another backend, as with a KV cache of another size.
+
+        Nothing of the old one is kept; only before ``warm_up``, which captures its addresses.
+        """
+        self._seam.connect(lambda layer: PagedLayer(backend.layer(layer)))
+        self._runner.use_attention(backend)
+
+    @property
+    def arena_bytes(self) -> int:
+        """Device memory of adapters."""
+        return self._device.arena.nbytes
+
+    @property
+    def num_slots(self) -> int:
+        """Slots beside the base's, which is the one of this number."""
+        return self._tables.num_slots
+
+    @property
+    def first_graphs(self) -> list[GraphKey]:
+        """What ``warm_up`` captures."""
+        return self._runner.first_graphs
 
     @property
     def modules(self) -> ModuleTable:
@@ -118,9 +155,17 @@ class Worker:
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
         """Read and check an adapter, in any thread. Raises AdapterError with every reason."""
         loaded = read_peft(name, directory, self._anatomy.layout, max_rank=self._max_rank)
-        copy = pack(
-            loaded.spec, loaded.tensors, self._anatomy.modules, self._base.dtype, self._base_weight
-        )
+        # Memory is pinned here and not in ``install``: it takes long, and no step waits for this
+        # thread. What DoRA computes on a GPU stands beside the steps, too.
+        with torch.cuda.stream(self._reading):
+            copy = pack(
+                loaded.spec,
+                loaded.tensors,
+                self._anatomy.modules,
+                self._base.dtype,
+                self._base_weight,
+                pinned=self._reading is not None,
+            )
         if not copy.block.isfinite().all():
             raise AdapterRefused(name, [_NOT_FINITE])
         return PreparedAdapter(
@@ -134,6 +179,8 @@ class Worker:
     def install(self, prepared: PreparedAdapter) -> None:
         """Keep an adapter's weights on the host, ready for a slot."""
         assert isinstance(prepared.content, HostCopy)
+        pinned = prepared.content.block.is_pinned()
+        assert pinned == (self._reading is not None), "the host would wait for its loads"
         self._host.add(prepared.adapter_id, prepared.content)
 
     def drop(self, adapter_id: AdapterId) -> None:
@@ -175,11 +222,13 @@ class Worker:
 
     def forward(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
         """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step."""
-        return self._runner.run(inputs, sequences, self._last_tokens.token_ids)
+        slots = {s.slot for s in sequences} - {self._tables.num_slots}
+        with self._transfers.step(slots):
+            return self._runner.run(inputs, sequences, self._last_tokens.token_ids)
 
-    def warm_up(self, progress: Progress = iter) -> None:
+    def warm_up(self, progress: Progress = iter) -> Captured:
         """Compile and capture what steps will need; nothing to do where neither is done."""
-        self._runner.warm_up(progress)
+        return self._runner.warm_up(progress)
 
     def _base_weight(self, module: int) -> Tensor:
         return linear_weight(self._linears[module])
