@@ -57,9 +57,10 @@ class OpaqueAttention(TorchAttention):
     def layer(self, layer: int) -> Attend:
         return OpaqueLayer(torch.tensor(layer), self._number)
 
-    def attend_group(self, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        k, v = (part[1:] for part in (keys, values))
-        return super().layer(int(keys[0, 0, 0]))(q, k, v)
+    def attend_group(
+        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        return super().layer(int(keys))(q, k, v)
 
 
 class OpaqueLayer(nn.Module):
@@ -71,12 +72,7 @@ class OpaqueLayer(nn.Module):
         self.number = number
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # The new keys and values stand in for all, behind the layer's number.
-        keys, values = (
-            torch.cat((self.index.to(part.dtype).expand(1, *part.shape[1:]), part))
-            for part in (k, v)
-        )
-        return attend(q, keys, values, self.number, 0)
+        return attend(q, k, v, self.index, self.index, self.number, 0)
 
 
 @pytest.fixture

@@ -285,7 +285,6 @@ def _cuda_backends(
                 uploads=uploads,
                 max_num_seqs=limits.max_num_seqs,
                 max_step_tokens=limits.max_step_tokens,
-                max_model_len=model.max_model_len,
             )
             compiled = CompiledOptions(ops, uploads, limits.max_num_seqs)
             return Backends(attention, ops, ops.workspace_bytes, compiled)

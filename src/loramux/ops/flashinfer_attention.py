@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,24 +13,16 @@ from flashinfer import (  # pyright: ignore[reportMissingImports]
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
 )
-from flashinfer.decode import (  # pyright: ignore[reportMissingImports]
-    xqa_batch_decode_with_kv_cache,
-)
 from torch import Tensor, nn
 
 from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence, StepKind
 from loramux.ops.opaque import attend, register_attention
+from loramux.ops.triton_kv import write_kv
 from loramux.ops.upload import Uploads
 
 _WORKSPACE_BYTES = 128 * 2**20
 """For partial results of sequences that are split; what FlashInfer recommends."""
 _PLAN_BYTES = 8 * 2**20
-_XQA_BYTES = 40 * 2**20
-"""8 MiB of semaphores, and partial results of sequences that are split."""
-_XQA_UP_TO = 32
-"""Sequences of a step up to which the XQA kernel is faster; it needs no plan and no merge."""
-_XQA_HEADS = 16
-"""Query heads of one key head that XQA takes at most."""
 _TENSOR_CORES_FROM = 4
 """Query heads of one key head from which on FlashInfer's tensor-core kernel decodes faster."""
 
@@ -77,7 +69,6 @@ class FlashInferAttention:
         uploads: Uploads,
         max_num_seqs: int,
         max_step_tokens: int,
-        max_model_len: int,
     ) -> None:
         self._block_size = block_size
         self._dtype = dtype
@@ -94,7 +85,6 @@ class FlashInferAttention:
         self._cache_rows = torch.zeros(max_step_tokens, dtype=torch.int64, device=device)
         self._layers = {
             i: _Layer(
-                self._cache_rows,
                 cache(layer.kv.num_kv_heads, layer.kv.key_dim),
                 cache(layer.kv.num_kv_heads, layer.kv.value_dim),
                 number,
@@ -118,8 +108,7 @@ class FlashInferAttention:
         self._mixed: dict[tuple[int, int], Any] = {}
         """By group and number of rows."""
         self._max_sequences = max_num_seqs + 1  # and the padding
-        self._xqa = _XqaTables(-(-max_model_len // block_size), device)
-        self._active: list[_Run] = []
+        self._active: list[Any] = []
         self._planned = torch.cuda.Event()
 
     @property
@@ -166,9 +155,12 @@ class FlashInferAttention:
         blocks = (self._spare_block,) * -(-num_rows // self._block_size)
         return [AttentionSequence(row, num_rows, 0, blocks)] if num_rows else []
 
-    def attend_group(self, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend_group(
+        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
         """Carries out ``ops.opaque.attend`` for a layer of a group."""
-        return self._active[group](q.contiguous(), (keys, values))
+        write_kv(k, v, keys, values, self._cache_rows)
+        return self._active[group].run(q.contiguous(), (keys, values))
 
     def _cache_rows_of(self, sequence: AttentionSequence) -> np.ndarray:
         """Cache row of each new token, ``[num_tokens]`` int64."""
@@ -189,45 +181,13 @@ class FlashInferAttention:
             last_block_tokens=(lengths - 1) % self._block_size + 1,
         )
 
-    def _plan(self, group: int, pages: _Pages, kind: StepKind) -> _Run:
-        """What computes a group's layers in this step."""
+    def _plan(self, group: int, pages: _Pages, kind: StepKind) -> Any:
+        """FlashInfer's wrapper that computes a group's layers in this step."""
         if kind is StepKind.EAGER:
-            return self._plan_prefill(self._prefill[group], group, pages).run
+            return self._plan_prefill(self._prefill[group], group, pages)
         if kind is StepKind.MIXED:
-            return self._plan_mixed(group, pages).run
-        if self._takes_xqa(group, len(pages.last_block_tokens)):
-            return self._plan_xqa(group, pages)
-        return self._plan_decode(group, pages).run
-
-    def _takes_xqa(self, group: int, num_sequences: int) -> bool:
-        layer = self._groups[group]
-        return (
-            num_sequences <= _XQA_UP_TO
-            and layer.params.softcap is None
-            and layer.num_heads // layer.kv.num_kv_heads <= _XQA_HEADS
-        )
-
-    def _plan_xqa(self, group: int, pages: _Pages) -> _Run:
-        tables, layer = self._xqa, self._groups[group]
-        tables.fill(self._uploads, pages, self._block_size)
-        num_sequences = len(pages.last_block_tokens)
-        window = layer.params.window
-
-        def run(q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-            return xqa_batch_decode_with_kv_cache(
-                q,
-                cache,
-                tables.workspace,
-                tables.blocks[:num_sequences],
-                tables.lengths[:num_sequences],
-                tables.blocks.shape[1] * self._block_size,
-                bmm1_scale=layer.params.scale,
-                bmm2_scale=1.0,
-                window_left=-1 if window is None else window - 1,
-                kv_layout="NHD",
-            )
-
-        return run
+            return self._plan_mixed(group, pages)
+        return self._plan_decode(group, pages)
 
     def _plan_decode(self, group: int, pages: _Pages) -> Any:
         bucket = len(pages.last_block_tokens)
@@ -313,39 +273,14 @@ class FlashInferAttention:
         }
 
 
-_Run = Callable[[Tensor, tuple[Tensor, Tensor]], Tensor]
-"""q ``[T, heads, dim]`` and a layer's keys and values -> ``[T, heads, dim]``."""
-
-
-class _XqaTables:
-    """What XQA reads of a step: block tables side by side, and the sequences' lengths."""
-
-    def __init__(self, max_blocks: int, device: torch.device) -> None:
-        self.workspace = torch.zeros(_XQA_BYTES, dtype=torch.uint8, device=device)
-        self.blocks = torch.zeros(_XQA_UP_TO, max_blocks, dtype=torch.int32, device=device)
-        self.lengths = torch.ones(_XQA_UP_TO, dtype=torch.uint32, device=device)
-        self._rows = list(self.blocks)
-
-    def fill(self, uploads: Uploads, pages: _Pages, block_size: int) -> None:
-        counts = np.diff(pages.block_start)
-        lengths = (counts - 1) * block_size + pages.last_block_tokens
-        uploads.copy(self.lengths, lengths.astype(np.uint32))
-        for row, (start, end) in zip(self._rows, pairwise(pages.block_start), strict=False):
-            uploads.copy(row, pages.blocks[start:end])
-
-
 class _Layer(nn.Module):
-    """A layer's keys and values, and the op that reads them."""
+    """A layer's keys and values, and the op that writes and reads them."""
 
-    cache_rows: Tensor
     keys: Tensor
     values: Tensor
 
-    def __init__(
-        self, cache_rows: Tensor, keys: Tensor, values: Tensor, backend: int, group: int
-    ) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, backend: int, group: int) -> None:
         super().__init__()
-        self.register_buffer("cache_rows", cache_rows, persistent=False)
         self.register_buffer("keys", keys, persistent=False)
         self.register_buffer("values", values, persistent=False)
         self.num_bytes = keys.nbytes + values.nbytes
@@ -353,11 +288,7 @@ class _Layer(nn.Module):
         self.group = group
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Plain indexing, which the compiler makes a part of the kernel that rotates k.
-        rows = self.cache_rows[: k.shape[0]]
-        self.keys.view(-1, *k.shape[1:])[rows] = k
-        self.values.view(-1, *v.shape[1:])[rows] = v
-        return attend(q, self.keys, self.values, self.backend, self.group)
+        return attend(q, k, v, self.keys, self.values, self.backend, self.group)
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:

@@ -18,7 +18,9 @@ from torch import Tensor
 class Attends(Protocol):
     """Carries out ``attend``."""
 
-    def attend_group(self, group: int, q: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
+    def attend_group(
+        self, group: int, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor: ...
 
 
 class AddsLora(Protocol):
@@ -52,9 +54,14 @@ def register_lora(ops: AddsLora) -> int:
     return number
 
 
-# The LoRA ops use a workspace, which they do not name: nothing else in a compiled layer touches it.
+# The ops change more than they say: attention writes keys and values, LoRA uses a workspace.
+# Nothing else in a compiled layer touches these, so no order is lost. For an argument that is
+# declared to change, or is written by plain indexing, the compiler copies the whole cache.
 _LIBRARY = torch.library.Library("loramux", "DEF")
-_LIBRARY.define("attend(Tensor q, Tensor keys, Tensor values, int backend, int group) -> Tensor")
+_LIBRARY.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, int backend, int group)"
+    " -> Tensor"
+)
 _LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
 _LIBRARY.define(
     "lora_beside(Tensor x, Tensor weight, Tensor? bias, Tensor table, int[] sizes, int ops)"
@@ -66,12 +73,16 @@ _LIBRARY.define(
 )
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, backend: int, group: int) -> Tensor:
-    return _attention[backend].attend_group(group, q, keys, values)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, backend: int, group: int
+) -> Tensor:
+    return _attention[backend].attend_group(group, q, k, v, keys, values)
 
 
-def _attend_shape(q: Tensor, keys: Tensor, values: Tensor, backend: int, group: int) -> Tensor:
-    return q.new_empty(q.shape[0], q.shape[1], values.shape[-1])
+def _attend_shape(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, backend: int, group: int
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -117,8 +128,7 @@ for _name, _run, _shape in (
     torch.library.register_fake(f"loramux::{_name}", _shape, lib=_LIBRARY)
 
 attend = torch.ops.loramux.attend.default
-"""q ``[T, heads, dim]`` and a layer's keys and values, new ones included
-(``[…, dim]`` each) -> ``[T, heads, value dim]``."""
+"""q ``[T, heads, dim]``, k and v ``[T, kv heads, dim]`` -> ``[T, heads, value dim]``."""
 linear = torch.ops.loramux.linear.default
 """x ``[T, in]`` -> y ``[T, out]``, by the very call that the LoRA ops make for the base: what the
 compiler makes of a product with a bias could differ in the last bit."""
