@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -195,6 +196,11 @@ def assemble(
         gpu=None if use is None else _gpu_memory(use, limits, backends, captured),
     )
     log.info("memory:\n%s", "\n".join(report.lines()))
+    if device.type == "cuda":
+        # A full collection would go through all that a model is made of, and every request would
+        # wait for it; what is there now stays as long as the engine.
+        gc.collect()
+        gc.freeze()
     return Parts(core, worker, admission, text, base_name, limits)
 
 
