@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops.tuning": ("ops", *_PURE),
     "lora": ("ops", "adapters.spec", *_PURE),
     "model": ("lora", "ops", "adapters.spec", *_PURE),
-    "worker": ("model", "lora", "ops", *_ADAPTERS, *_PURE),
+    "worker": (*_WORKER, *_ADAPTERS, *_PURE),
     "worker.tune": (*_WORKER, *_PURE),
     "engine.interface": ("adapters.spec", *_PURE),
     "engine": (*_ENGINE, "scheduling", *_ADAPTERS, *_PURE),
