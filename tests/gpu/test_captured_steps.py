@@ -16,8 +16,6 @@ from loramux.types import RequestOutput
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.served import TARGETS
 
-pytestmark = pytest.mark.gpu
-
 PROMPTS = [[(29 * i + 7 * j + 3) % 160 for i in range(3 + 9 * j)] for j in range(5)]
 RANKS = {"plain": 8, "odd": 3, "large": 40, "larger": 100, "dora": 8, "narrow": 16}
 TOLERANCE = 0.25
