@@ -2,7 +2,8 @@
 
 Thirty-two layers of four fused sites with random adapters in one arena, as a CUDA graph, so that no
 weights are found in a cache. ``alone``: only the op. ``in_place``, ``beside``: microseconds that
-the op adds to a chain of the base's matrix products, after each product or next to it. ``floor``: what the bytes and launches take at least.
+the op adds to a chain of the base's matrix products, after each product or next to it. ``floor``:
+what its bytes and launches take at least.
 """
 
 from __future__ import annotations
