@@ -19,6 +19,8 @@ import pytest
         "formats.peft_patterns",
         "formats.module_names",
         "formats.peft_spec",
+        "formats.places",
+        "fusions",
     ],
 )
 def test_module_imports_no_torch(module: str):
