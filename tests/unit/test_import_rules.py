@@ -38,6 +38,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops.tuning": ("ops", *_PURE),
     "lora": ("ops", "adapters.spec", *_PURE),
     "model": ("lora", "ops", "adapters.spec", "adapters.fusions", *_PURE),
+    # A base without weights is looked at outside of a worker, with the readers of files.
+    "model.blueprint": ("model", "lora", "ops", *_ADAPTERS, "adapters.fusions", *_PURE),
     "worker": (*_WORKER, *_ADAPTERS, *_PURE),
     "worker.tune": (*_WORKER, *_PURE),
     "engine.interface": ("adapters.spec", *_PURE),
@@ -48,7 +50,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "server": ("engine.interface", *_PURE, "loramux"),
     "testing": ("engine.interface", *_ADAPTERS, *_PURE),
     "demo": _FRONT,
-    "cli": ("demo", "engine.llm", "worker.tune", "ops.tuning", *_FRONT),
+    "cli": ("demo", "engine.llm", "worker.tune", "ops.tuning", "model.blueprint", "lora", *_FRONT),
     "__main__": ("cli",),
     "deploy": _FRONT,
 }
@@ -58,7 +60,10 @@ WITHOUT_TORCH = (
     "cli", "demo", "ops.tuning", "adapters.spec", "adapters.fusions",
 )  # fmt: skip
 
-WITH_TORCH = ("adapters.formats.peft", "adapters.identity", "demo.convert", "engine.text")
+WITH_TORCH = (
+    "adapters.formats.peft", "adapters.identity", "adapters.spectrum", "demo.convert",
+    "engine.text",
+)  # fmt: skip
 """Modules inside the parts above that read tensors; nothing there may load them at its start."""
 
 HEAVY = ("torch", "transformers", "peft", "triton", "safetensors.torch", "flashinfer")

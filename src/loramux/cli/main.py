@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "loramux.cli.serve:serve",
     "generate": "loramux.cli.generate:generate",
     "demo": "loramux.cli.demo:demo",
+    "inspect": "loramux.cli.inspect:inspect",
     "tune": "loramux.cli.tune:tune",
 }
 """Every command and the function behind it."""

@@ -128,6 +128,13 @@ def dora_gain(weight: Tensor, a: Tensor, scaled_b: Tensor, magnitude: Tensor) ->
     return magnitude.float() / norm.to(magnitude.device)
 
 
+def packed_bytes(spec: LoraSpec, shapes: Mapping[str, ModuleShape], dtype: torch.dtype) -> int:
+    """Bytes of the block that ``pack`` makes."""
+    groups = spec.by_module().items()
+    sizes = (_num_elements(deltas, shapes[module]) for module, deltas in groups)
+    return sum(map(sum, sizes)) * dtype.itemsize
+
+
 def block_bytes(shapes: Sequence[ModuleShape], rank: int, dtype: torch.dtype) -> int:
     """Bytes of a plain adapter of one rank on all these modules."""
     elements = sum(rank * pad(s.in_features) + s.out_features * pad(rank) for s in shapes)

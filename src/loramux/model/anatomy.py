@@ -82,7 +82,7 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
         modules=ModuleTable(names, shapes),
         sites=_rows(groups),
         runs=runs_of(layer_calls),
-        layout=_layout(base, dict(zip(names, shapes, strict=True)), recorder.layers),
+        layout=layout_of(base, dict(zip(names, shapes, strict=True)), recorder.layers),
     )
 
 
@@ -101,11 +101,12 @@ def linear_weight(module: nn.Module) -> Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def _layout(
+def layout_of(
     base: BaseModel,
     modules: Mapping[str, ModuleShape],
     attention: Mapping[int, AttentionLayer],
 ) -> BaseLayout:
+    """These modules of the base, and all that hangs on their names and on its family."""
     everything = frozenset(name for name, _ in base.model.named_modules() if name)
     model_type = base.model.config.get_text_config().model_type
     qkv_rows = {number: _qkv_rows(layer) for number, layer in attention.items()}

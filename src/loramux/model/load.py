@@ -43,27 +43,32 @@ def load_base(path: str, options: ModelOptions) -> BaseModel:
     device = resolve_device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if not Path(path).expanduser().is_dir():
-        raise ConfigError(
-            f"the base model {path!r} is no directory: name a folder with config.json"
-        )
-    path = str(Path(path).expanduser())
-    try:
-        config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelNotServable(path, f"its config.json cannot be read: {error}") from error
+    path, config = read_config(path)
     max_model_len = _context_length(config, options.max_model_len)
     _refuse_wrong_for_mixed_batches(path, config, max_model_len)
     transformers.utils.logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=_resolve_dtype(config, options.dtype), attn_implementation="eager"
+            path, dtype=resolve_dtype(config, options.dtype), attn_implementation="eager"
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelNotServable(path, f"it does not load as a causal model: {error}") from error
     assert isinstance(model, PreTrainedModel)
     nn.Module.to(model, device)
     return adopt(path, model, max_model_len)
+
+
+def read_config(path: str) -> tuple[str, PreTrainedConfig]:
+    """A model directory, ``~`` expanded, and its config. Raises ConfigError or ModelNotServable."""
+    if not Path(path).expanduser().is_dir():
+        raise ConfigError(
+            f"the base model {path!r} is no directory: name a folder with config.json"
+        )
+    path = str(Path(path).expanduser())
+    try:
+        return path, AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelNotServable(path, f"its config.json cannot be read: {error}") from error
 
 
 def adopt(name: str, model: PreTrainedModel, max_model_len: int | None = None) -> BaseModel:
@@ -99,7 +104,8 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda" if found and name != "cpu" else "cpu")
 
 
-def _resolve_dtype(config: PreTrainedConfig, name: str) -> torch.dtype:
+def resolve_dtype(config: PreTrainedConfig, name: str) -> torch.dtype:
+    """The dtype in which a base is served; ``name`` is an option's value."""
     if name != "auto":
         return _DTYPES[name]
     # float16 has too small a range for activations and is widened.

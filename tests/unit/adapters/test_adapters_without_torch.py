@@ -10,6 +10,9 @@ import pytest
     "module",
     [
         "report",
+        "inspected",
+        "inspection",
+        "unusual",
         "sources",
         "loaded",
         "formats.files",

@@ -16,6 +16,12 @@ _EXPERT = re.compile(r"(^|\.)experts(\.|$)")
 _ROUTER = re.compile(r"(^|\.)(block_sparse_moe|mlp|moe|feed_forward)\.(gate|router)$")
 _EMBEDDING = re.compile(r"(^|\.)(lm_head|embed_out|embed_tokens|wte|wpe)$")
 
+_NEVER_SERVED = (
+    (_OTHER_TOWER, "LoRA on the vision or audio part of a model is not served"),
+    (_EXPERT, "LoRA on the experts of a mixture of experts is not served"),
+    (_EMBEDDING, "LoRA on embeddings and lm_head is not served"),
+)
+
 
 class ModuleNames:
     """Finds modules of one base by the spellings that adapters use for them.
@@ -46,19 +52,20 @@ class ModuleNames:
         """Why ``find`` gave None, in words for an operator."""
         if len(self._spellings.get(_without_language(path), ())) > 1:
             return "ambiguous names match more than one module of the base"
-        for pattern, words in (
-            (_OTHER_TOWER, "LoRA on the vision or audio part of a model is not served"),
-            (_EXPERT, "LoRA on the experts of a mixture of experts is not served"),
-            (_ROUTER, "LoRA on the router (gate) of a mixture of experts is not served"),
-            (_EMBEDDING, "LoRA on embeddings and lm_head is not served"),
-        ):
-            if pattern.search(path):
-                return words
+        if (words := never_served(path)) is not None:
+            return words
+        if _ROUTER.search(path):
+            return "LoRA on the router (gate) of a mixture of experts is not served"
         if path in self._base.other_modules:
             return f"modules of {self._base.name} that are no linear cannot take LoRA"
         if _any_layer(path) in self._any_layer:
             return f"no module of {self._base.name} has this name: it has no such layer"
         return f"no module of {self._base.name} has this name"
+
+
+def never_served(path: str) -> str | None:
+    """Why no base can serve LoRA on a module of this name, or None where the base decides."""
+    return next((words for pattern, words in _NEVER_SERVED if pattern.search(path)), None)
 
 
 def _spellings(name: str) -> set[str]:
