@@ -57,7 +57,11 @@ WITHOUT_TORCH = (
     "cli", "demo", "ops.tuning",
 )  # fmt: skip
 
-WITH_TORCH = ("adapters.formats.peft", "adapters.identity", "demo.convert", "engine.text")
+WITH_TORCH = (
+    "adapters.formats.load", "adapters.formats.mlx", "adapters.formats.peft",
+    "adapters.formats.reader", "adapters.formats.tensors", "adapters.identity", "demo.convert",
+    "engine.text",
+)  # fmt: skip
 """Modules inside the parts above that read tensors; nothing there may load them at its start."""
 
 HEAVY = ("torch", "transformers", "peft", "triton", "safetensors.torch", "flashinfer")

@@ -31,7 +31,10 @@ def find_directory(name: str, source: str) -> Path:
         path = Path(source).expanduser().absolute()
         if path.is_dir():
             return path
-        detail = "is a file, not a directory" if path.exists() else "there is no such directory"
+        if path.suffix == ".nemo" and path.exists():
+            detail = "is a NeMo archive, which is not read: export it to the PEFT format"
+        else:
+            detail = "is a file, not a directory" if path.exists() else "there is no such directory"
     except (OSError, RuntimeError, ValueError):  # permissions, unknown user, zero byte
         detail = "the path cannot be read"
     raise AdapterSourceNotFound(name, shown, f"{detail}; {_REMEDY}")

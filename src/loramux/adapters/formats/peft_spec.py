@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.module_names import ModuleNames
-from loramux.adapters.formats.peft_config import PeftConfig
 from loramux.adapters.formats.peft_keys import Part, describe_other, parse_key
 from loramux.adapters.formats.peft_patterns import BadPattern
 from loramux.adapters.formats.safetensors_header import TensorEntry
@@ -27,7 +27,7 @@ class _Group:
 
 
 def build_spec(
-    config: PeftConfig, entries: Entries, base: BaseLayout, *, max_rank: int, report: Report
+    config: Meaning, entries: Entries, base: BaseLayout, *, max_rank: int, report: Report
 ) -> LoraSpec | None:
     """The deltas of an adapter in the order of the base's modules.
 
@@ -105,7 +105,7 @@ def _place(groups: Mapping[str, _Group], base: BaseLayout, report: Report) -> di
 class _DeltaBuilder:
     """Turns the tensors of one module into its delta, or into refusals."""
 
-    config: PeftConfig
+    config: Meaning
     entries: Entries
     base: BaseLayout
     report: Report
@@ -168,7 +168,7 @@ def _check_max_rank(deltas: list[ModuleDelta], max_rank: int, report: Report) ->
         )
 
 
-def _warn_about_targets(config: PeftConfig, placed: Mapping[str, _Group], report: Report) -> None:
+def _warn_about_targets(config: Meaning, placed: Mapping[str, _Group], report: Report) -> None:
     endings = {ending for group in placed.values() for ending in _endings(group.path)}
     for target in config.targets:
         if target not in endings:
@@ -181,7 +181,7 @@ def _endings(path: str) -> set[str]:
     return {".".join(parts[i:]) for i in range(len(parts))}
 
 
-def _warn_about_base(config: PeftConfig, base: BaseLayout, report: Report) -> None:
+def _warn_about_base(config: Meaning, base: BaseLayout, report: Report) -> None:
     trained_on = config.base_model
     if trained_on is not None and _last_part(trained_on) != _last_part(base.name):
         report.warn(
