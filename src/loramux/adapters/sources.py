@@ -10,7 +10,8 @@ from loramux.errors import AdapterRefused, AdapterSourceNotFound
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://|hf:")
 _REMEDY = (
-    "give the path of a directory that holds adapter_config.json and adapter_model.safetensors"
+    "give the path of a directory that holds adapter_config.json and the weights, "
+    "adapter_model.safetensors for one"
 )
 
 

@@ -31,8 +31,8 @@ class BaseLayout:
 class ModuleDelta:
     """``y = g * (W x + scale * B A x) + bias`` on one module; ``g`` is 1 unless there is DoRA.
 
-    ``a``, ``b`` and ``magnitude`` are keys of the weight file: A ``[rank, in]``, B ``[out, rank]``,
-    DoRA magnitude ``[out]``.
+    ``a``, ``b`` and ``magnitude`` are names of the adapter's tensors: A ``[rank, in]``, B
+    ``[out, rank]``, DoRA magnitude ``[out]``.
     """
 
     module: str
@@ -45,7 +45,7 @@ class ModuleDelta:
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """A whole adapter: every tensor of its file is named by exactly one delta."""
+    """A whole adapter: every tensor of it is named by exactly one delta."""
 
     deltas: tuple[ModuleDelta, ...]
     warnings: tuple[str, ...] = field(default=())

@@ -120,21 +120,6 @@ def test_findings_of_both_files_come_in_one_error(tmp_path: Path):
     assert len(caught.value.reasons) == 2
 
 
-@pytest.mark.parametrize(
-    ("file", "word"),
-    [
-        ("adapter_model.bin", "convert it to safetensors"),
-        ("adapters.safetensors", "mlx-lm"),
-        ("adapter_model.safetensors.index.json", "sharded"),
-    ],
-)
-def test_other_weight_files_are_named(file: str, word: str, tmp_path: Path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps(lora_config()))
-    (tmp_path / file).write_bytes(b"x")
-    with pytest.raises(AdapterRefused, match=word):
-        read_adapter("fancy", tmp_path, BASE, max_rank=64)
-
-
 def test_spelling_and_metadata_do_not_change_the_id(tmp_path: Path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()

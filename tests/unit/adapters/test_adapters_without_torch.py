@@ -19,6 +19,11 @@ import pytest
         "formats.peft_patterns",
         "formats.module_names",
         "formats.peft_spec",
+        "formats.meaning",
+        "formats.mlx_config",
+        "formats.torch_header",
+        "formats.torch_pickle",
+        "formats.zip_records",
     ],
 )
 def test_module_imports_no_torch(module: str):

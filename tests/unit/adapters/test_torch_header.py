@@ -162,6 +162,19 @@ def test_wide_numbers_of_the_zip_are_read(tmp_path: Path):
     assert read_header(write(tmp_path, data)) == read_header(write(tmp_path, GOOD))
 
 
+def test_wide_numbers_of_a_record_are_read(tmp_path: Path):
+    line_at = GOOD.rindex(b"PK\1\2")
+    line, end = GOOD[line_at:END], GOOD[END:]
+    place = struct.unpack_from("<L", line, 42)[0]
+    wide = struct.pack("<HHQQQ", 1, 24, 24, 24, place)
+    line = changed(changed(line, 20, b"\xff" * 8), 42, b"\xff" * 4)
+    line = changed(line, 30, struct.pack("<H", len(wide))) + wide
+    end = changed(end, 12, struct.pack("<L", struct.unpack_from("<L", end, 12)[0] + len(wide)))
+    assert read_header(write(tmp_path, GOOD[:line_at] + line + end)) == read_header(
+        write(tmp_path, GOOD)
+    )
+
+
 @pytest.mark.parametrize("place", range(0, len(GOOD), 3))
 def test_any_changed_byte_is_read_or_malformed(place: int, tmp_path: Path):
     data = changed(GOOD, place, bytes([GOOD[place] ^ 0xFF]))

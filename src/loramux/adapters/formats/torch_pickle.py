@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.report import printable
 
-MAX_INSTRUCTIONS = 250_000
-"""A tensor takes about 35."""
+MAX_INSTRUCTIONS = 150_000
+"""A tensor takes about 30."""
 
 _DTYPE_OF_STORAGE = {
     "torch.DoubleStorage": "F64",
