@@ -2,7 +2,8 @@
 
 Thirty-two layers of four fused sites with random adapters in one arena, as a CUDA graph, so that no
 weights are found in a cache. ``alone``: only the op. ``in_place``, ``beside``: microseconds that
-the op adds to a chain of the base's matrix products, after each product or next to it.
+the op adds to a chain of the base's matrix products, after each product or next to it. ``floor``:
+what its bytes and launches take at least.
 """
 
 from __future__ import annotations
@@ -37,6 +38,10 @@ SITES = {
     "down": (14336, (4096,)),
 }
 DTYPE = torch.bfloat16
+COPY_BYTES_PER_MICROSECOND = 4.27e6
+"""Of a large copy on an H200."""
+LAUNCH_MICROSECONDS = 1.25
+"""From one small kernel to the next that depends on it, in a CUDA graph there."""
 
 
 class Model:
@@ -214,8 +219,21 @@ def measure(
     for mode in modes:
         result[mode] = round(per_layer(mode) - (0.0 if mode == "alone" else floor), 1)
     result["base"] = round(floor, 1)
+    result["floor"] = round(floor_microseconds(rank, rows, len({*slots} - {BASE})), 1)
     print(f"r{rank:<3} T{rows:<5} {popularity:10}", result, flush=True)
     return result
+
+
+def floor_microseconds(rank: int, rows: int, num_adapters: int) -> float:
+    """What a layer of the op takes at least: its bytes at the speed of a copy, and its launches.
+
+    A and B of each adapter are read once, x once; y is read and written.
+    """
+    num_bytes = 0
+    for inputs, sizes in SITES.values():
+        weights = rank * (inputs * len(sizes) + sum(sizes)) * num_adapters
+        num_bytes += (weights + rows * (inputs + 2 * sum(sizes))) * DTYPE.itemsize
+    return num_bytes / COPY_BYTES_PER_MICROSECOND + 2 * LAUNCH_MICROSECONDS * len(SITES)
 
 
 def usual_cases(

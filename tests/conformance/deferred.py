@@ -22,8 +22,6 @@ DEFERRED = {
     "token_indices": "trainable_token_indices",
     "token_indices_tied": "trainable_token_indices",
     "added_tokens": "embedding",
-    "phi3_separate_qkv": "q_proj",
-    "llama_fused_qkv": "qkv_proj",
     "moe_parameters": "target_parameters",
     "moe_parameters_down_only": "target_parameters",
     "mixtral_parameters": "target_parameters",

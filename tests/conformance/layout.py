@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from loramux.adapters.fusions import find_fusions
 from loramux.adapters.spec import BaseLayout, ModuleShape
 
 
@@ -22,7 +23,14 @@ def base_layout(directory: Path) -> BaseLayout:
         if name != "lm_head" and (shape := _shape(module)) is not None
     }
     others = frozenset(name for name, _ in model.named_modules() if name) - modules.keys()
-    return BaseLayout(f"tiny/{directory.name}", modules, others)
+    config = model.config
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    rows = tuple(heads * head_dim for heads in (config.num_attention_heads, kv_heads, kv_heads))
+    fusions = find_fusions(
+        config.model_type, modules, dict.fromkeys(range(config.num_hidden_layers), rows)
+    )
+    return BaseLayout(f"tiny/{directory.name}", modules, others, config.model_type, fusions)
 
 
 def _shape(module: nn.Module) -> ModuleShape | None:

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from loramux.adapters.spec import LoraSpec, ModuleDelta, ModuleShape
 from loramux.lora.device_store import DeviceStore
+from loramux.lora.lanes import DirectLane
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
+from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy, ModuleTable, dora_gain, pack
 from loramux.ops.interface import LoraOps, Site, Slice
 from loramux.types import Slot
@@ -57,7 +59,8 @@ class AdaptedLinear:
         )
         bias = None if self.bias is None else self.bias.to(self.device)
         self.site = Site(slices, self.in_features, bias)
-        self.store = DeviceStore(self.arena_bytes, self.dtype, self.device)
+        transfers = Transfers(DirectLane(), DirectLane())
+        self.store = DeviceStore(self.arena_bytes, self.dtype, self.device, transfers)
         self.tables = SlotTables(len(shapes), self.num_slots, self.device)
         self.routing = Routing(self.num_slots, self.max_tokens, self.device)
         self._copies: dict[Slot, HostCopy] = {}

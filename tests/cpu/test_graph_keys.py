@@ -15,6 +15,7 @@ from loramux.lora.slots import SlotTables
 from loramux.ops.attention import StepKind
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.tiles import FEW_ADAPTERS
+from loramux.ops.tuning import ROW_BUCKETS, bucket_of
 from loramux.ops.upload import Uploads
 from loramux.plan import StepPlan
 from loramux.worker import runner as module
@@ -53,6 +54,41 @@ def test_base_few_and_many_are_captured_for_every_bucket_that_can_have_them(
 
 def test_few_slots_have_no_graphs_for_many_adapters(graphs: StepGraphs) -> None:
     assert {key.few for key in graphs.keys(16, num_slots=FEW_ADAPTERS)} == {True}
+
+
+def test_samples_stand_for_every_bucket_of_rows(graphs: StepGraphs) -> None:
+    samples = graphs.samples(Form.IN_PLACE, 64, num_slots=32)
+    assert {(key.form, key.rank_bucket) for key in samples} == {(Form.IN_PLACE, 64)}
+    captured = {(key.bucket, key.kind) for key in graphs.keys(16, num_slots=32)}
+    assert {(key.bucket, key.kind) for key in samples} <= captured
+    for few in (False, True):
+        named = [bucket_of(ROW_BUCKETS, key.bucket) for key in samples if key.few is few]
+        assert sorted(named) == sorted({bucket_of(ROW_BUCKETS, bucket) for bucket, _ in captured})
+
+
+def test_what_an_adapter_needs_is_compiled_when_it_comes(
+    context: LoraContext, graphs: StepGraphs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = captured(context, monkeypatch)
+    rehearsed: list[tuple[Form, int]] = []
+    monkeypatch.setattr(
+        graphs, "rehearse", lambda key: rehearsed.append((key.form, key.rank_bucket))
+    )
+
+    def expect(max_rank: int, *, gain: bool) -> set[tuple[Form, int]]:
+        rehearsed.clear()
+        runner.expect(max_rank, gain=gain)
+        return set(rehearsed)
+
+    monkeypatch.setattr(runner, "_graphs", graphs)
+    assert expect(64, gain=True) == set()  # before the start there are no addresses to keep
+    monkeypatch.setattr(runner, "_settled", True)
+    assert expect(8, gain=False) == set()  # captured at start
+    assert expect(40, gain=False) == {(Form.BESIDE, 64)}
+    assert expect(50, gain=False) == set()
+    # Beside one of the others it has their ranks.
+    assert expect(3, gain=True) == {(Form.IN_PLACE, 16), (Form.IN_PLACE, 64)}
+    assert expect(64, gain=True) == set()
 
 
 class NotingOps(ReferenceOps):

@@ -157,3 +157,70 @@ def test_block_bytes_foretells_the_size_of_a_plain_adapter(dtype: torch.dtype) -
     copy = pack(LoraSpec(tuple(deltas)), tensors, MODULES, dtype, base_weight)
     assert copy.num_bytes == block_bytes(MODULES.shapes, 12, dtype)
     assert copy.max_rank == 12
+
+
+# Deltas on some rows -----------------------------------------------------------------------------
+
+
+def of_rows(key: str, rows: range, *, rank: int, scale: float, dora: bool = False) -> ModuleDelta:
+    magnitude = f"{key}.m" if dora else None
+    return ModuleDelta("k", rank, scale, f"{key}.a", f"{key}.b", magnitude, rows=rows)
+
+
+def of_rows_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for key, rank, size in (("x", 3, 5), ("y", 2, 2)):
+        tensors[f"{key}.a"] = torch.randn(rank, 64, generator=generator)
+        tensors[f"{key}.b"] = torch.randn(size, rank, generator=generator)
+        tensors[f"{key}.m"] = torch.rand(size, generator=generator) + 0.5
+    return tensors
+
+
+def test_deltas_on_rows_of_one_module_are_stacked() -> None:
+    tensors = of_rows_tensors()
+    deltas = (
+        of_rows("x", range(5), rank=3, scale=2.0),
+        of_rows("y", range(6, 8), rank=2, scale=-0.5),
+    )
+    copy = pack(LoraSpec(deltas), tensors, MODULES, torch.float32, base_weight)
+    (place,) = copy.placements
+    a, b, _ = parts(copy, place)
+    expected = torch.zeros(8, 8)
+    expected[:5, :3] = 2.0 * tensors["x.b"]
+    expected[6:, 3:5] = -0.5 * tensors["y.b"]
+    assert (place.rank, copy.max_rank, place.has_gain) == (5, 5, False)
+    assert torch.equal(a, torch.cat([tensors["x.a"], tensors["y.a"]]))
+    assert torch.equal(b, expected)
+
+
+def test_rows_without_a_magnitude_have_the_gain_one() -> None:
+    tensors = of_rows_tensors()
+    deltas = (
+        of_rows("x", range(5), rank=3, scale=2.0, dora=True),
+        of_rows("y", range(6, 8), rank=2, scale=-0.5),
+    )
+    copy = pack(LoraSpec(deltas), tensors, MODULES, torch.float32, base_weight)
+    _, _, g = parts(copy, copy.placements[0])
+    adapted = base_weight(1)[:5].double() + 2.0 * tensors["x.b"].double() @ tensors["x.a"].double()
+    torch.testing.assert_close(g[:5].double(), tensors["x.m"].double() / adapted.norm(dim=1))
+    assert g[5:].tolist() == [1.0, 1.0, 1.0]
+
+
+def test_stored_rows_are_taken_in_their_order() -> None:
+    tensors = random_tensors()
+    swapped = ModuleDelta("k", 8, SCALE, "k.a", "k.b", "k.m", stored_rows=(range(4, 8), range(4)))
+    copy = pack(LoraSpec((swapped,)), tensors, MODULES, torch.float32, base_weight)
+    rolled = {key: t if key == "k.a" else t.roll(4, 0) for key, t in tensors.items()}
+    expected = pack(LoraSpec((delta("k", dora=True),)), rolled, MODULES, torch.float32, base_weight)
+    assert torch.equal(copy.block, expected.block)
+
+
+def test_one_b_can_feed_several_modules() -> None:
+    tensors = random_tensors()
+    tensors["k.b"] = torch.randn(16, 8, generator=torch.Generator().manual_seed(5))
+    cut = [ModuleDelta("k", 8, SCALE, "k.a", "k.b", stored_rows=(range(i, i + 8),)) for i in (0, 8)]
+    for i, found in enumerate(cut):
+        copy = pack(LoraSpec((found,)), tensors, MODULES, torch.float32, base_weight)
+        _, b, _ = parts(copy, copy.placements[0])
+        assert torch.equal(b, SCALE * tensors["k.b"][8 * i : 8 * i + 8])

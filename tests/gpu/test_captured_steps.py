@@ -16,8 +16,6 @@ from loramux.types import RequestOutput
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.served import TARGETS
 
-pytestmark = pytest.mark.gpu
-
 PROMPTS = [[(29 * i + 7 * j + 3) % 160 for i in range(3 + 9 * j)] for j in range(5)]
 RANKS = {"plain": 8, "odd": 3, "large": 40, "larger": 100, "dora": 8, "narrow": 16}
 TOLERANCE = 0.25
@@ -142,7 +140,7 @@ def test_base_rows_keep_every_bit_beside_adapters(llm: LLM) -> None:
 def test_a_mix_gives_the_same_bits_every_time(llm: LLM) -> None:
     names = ["plain", None, "odd", "large", "narrow", "plain", None]
     first = generate(llm, names)
-    for _ in range(20):
+    for _ in range(100):
         again = generate(llm, names)
         assert likelihoods(again) == likelihoods(first)
         assert [o.completions[0].token_ids for o in again] == [

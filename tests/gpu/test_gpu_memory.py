@@ -16,8 +16,6 @@ from loramux.model.load import adopt
 from loramux.testing import tiny_model
 from tests.cpu.engines import word_tokenizer
 
-pytestmark = pytest.mark.gpu
-
 
 @pytest.fixture(autouse=True)
 def _clean_gpu() -> Iterator[None]:

@@ -19,8 +19,6 @@ from loramux.types import Slot
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.served import TARGETS
 
-pytestmark = pytest.mark.gpu
-
 LONG = 200_000_000
 """Cycles, a tenth of a second and more."""
 SIZE = 2**24

@@ -10,11 +10,11 @@ import torch
 
 from loramux import LLM, SamplingParams
 from loramux.config import EngineOptions, ModelOptions, SchedulerOptions, StepLimits
-from loramux.engine.build import Backends, choose_backends
 from loramux.lora.segments import padded_rows
 from loramux.model.anatomy import Anatomy
 from loramux.model.load import BaseModel
 from loramux.ops.triton_lora import TritonOps
+from loramux.worker.backends import Backends, choose_backends
 from tests.golden.load import BASE, Golden
 
 TOLERANCE = 1e-3

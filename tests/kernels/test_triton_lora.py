@@ -135,3 +135,21 @@ def test_a_padded_bucket_computes_the_same(device: torch.device) -> None:
     ops(linear).lora_add_(result, x, linear.site, linear.store.arena, linear.tables, linear.routing)
     assert_close(result[:5], linear.expected(slots, x[:5], y[:5]))
     assert torch.equal(bits(result[5:]), bits(y[5:]))
+
+
+@pytest.mark.parametrize("rank_bucket", [64, 128])
+def test_a_sequence_may_have_several_rows_of_a_step(rank_bucket: int) -> None:
+    """As with speculation: routing is by sequence, the op works by row."""
+    linear = loaded((8, 1, 33))
+    speculating = ops(linear)
+    speculating.begin_step(rank_bucket, few=False)
+    sequences = [Slot(2), BASE, Slot(0), Slot(2), Slot(1)]
+    tokens = [3, 2, 5, 1, 4]
+    rows = [slot for slot, count in zip(sequences, tokens, strict=True) for _ in range(count)]
+    x, y = linear.rows(len(rows))
+    result = y.clone()
+    linear.routing.fill(sequences, tokens)
+    speculating.lora_add_(result, x, linear.site, linear.store.arena, linear.tables, linear.routing)
+    assert_close(result, linear.expected(rows, x, y))
+    base = [row for row, slot in enumerate(rows) if slot == BASE]
+    assert torch.equal(bits(result[base]), bits(y[base]))

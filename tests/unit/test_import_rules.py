@@ -17,7 +17,7 @@ import loramux
 from tests.unit.import_graph import Import, first_loads, imports_of, read_package
 
 _PURE = ("types", "errors", "config", "plan")
-_ADAPTERS = ("adapters", "adapters.spec")
+_ADAPTERS = ("adapters", "adapters.spec", "adapters.fusions")
 _ENGINE = ("engine", "engine.interface")
 _WORKER = ("worker", "model", "lora", "ops", "ops.tuning")
 _FRONT = ("server", *_ENGINE, "engine.build", *_ADAPTERS, *_PURE, "loramux")
@@ -31,13 +31,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": ("errors",),
     "plan": ("types", "errors"),
     "adapters.spec": _PURE,
+    "adapters.fusions": ("adapters.spec", *_PURE),
     "adapters": (*_ADAPTERS, *_PURE),
     "scheduling": (*_ADAPTERS, *_PURE),
     "ops": ("ops.tuning", *_PURE),
     "ops.tuning": ("ops", *_PURE),
     "lora": ("ops", "adapters.spec", *_PURE),
-    "model": ("lora", "ops", "adapters.spec", *_PURE),
-    "worker": ("model", "lora", "ops", *_ADAPTERS, *_PURE),
+    "model": ("lora", "ops", "adapters.spec", "adapters.fusions", *_PURE),
+    "worker": (*_WORKER, *_ADAPTERS, *_PURE),
     "worker.tune": (*_WORKER, *_PURE),
     "engine.interface": ("adapters.spec", *_PURE),
     "engine": (*_ENGINE, "scheduling", *_ADAPTERS, *_PURE),
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 WITHOUT_TORCH = (
     "loramux", *_PURE, "engine", "engine.interface", "scheduling", "adapters", "server", "testing",
-    "cli", "demo", "ops.tuning",
+    "cli", "demo", "ops.tuning", "adapters.spec", "adapters.fusions",
 )  # fmt: skip
 
 WITH_TORCH = (

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from loramux.types import AdapterId
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +19,29 @@ class ModuleShape:
 
     in_features: int
     out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """One linear that some models hold as several: the rows of ``parts``, one after another.
+
+    The base has either ``fused`` or all ``parts``; an adapter may have been made for the other
+    form. All names are full names, as the base would spell them.
+    """
+
+    fused: str
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Output rows of each part."""
+    in_features: int
+    order_is_known: bool
+    """Whether the fused form is known to hold the parts in this order."""
+
+    @property
+    def rows(self) -> tuple[range, ...]:
+        """Rows of each part in the fused linear."""
+        ends = accumulate(self.sizes)
+        return tuple(range(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -25,6 +53,10 @@ class BaseLayout:
     """Linears that can take LoRA, by full name (``model.layers.0.self_attn.q_proj``)."""
     other_modules: frozenset[str] = frozenset()
     """Modules that exist but cannot take LoRA, so that a refusal can say so."""
+    model_type: str = "unknown"
+    """What transformers calls the family of the text model."""
+    fusions: tuple[Fusion, ...] = ()
+    """Linears that adapters may have in one where this base has them apart, and the reverse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +64,8 @@ class ModuleDelta:
     """``y = g * (W x + scale * B A x) + bias`` on one module; ``g`` is 1 unless there is DoRA.
 
     ``a``, ``b`` and ``magnitude`` are names of the adapter's tensors: A ``[rank, in]``, B
-    ``[out, rank]``, DoRA magnitude ``[out]``.
+    ``[out, rank]``, DoRA magnitude ``[out]``. Where the adapter's linears are fused otherwise than
+    the base's, the delta changes some rows of ``y``, or takes some rows of B and of the magnitude.
     """
 
     module: str
@@ -41,18 +74,35 @@ class ModuleDelta:
     a: str
     b: str
     magnitude: str | None = None
+    rows: range | None = None
+    """Rows of ``y`` that change; None: all."""
+    stored_rows: tuple[range, ...] = ()
+    """Rows of B and of the magnitude that are meant, in this order; none: all, as they are."""
+
+    def pick(self, stored: Tensor) -> list[Tensor]:
+        """The rows of B or of the magnitude that are meant, as pieces to be put together."""
+        if not self.stored_rows:
+            return [stored]
+        return [stored[rows.start : rows.stop] for rows in self.stored_rows]
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """A whole adapter: every tensor of it is named by exactly one delta."""
+    """A whole adapter: every tensor of it is used, and no row of a module changes twice."""
 
     deltas: tuple[ModuleDelta, ...]
     warnings: tuple[str, ...] = field(default=())
 
+    def by_module(self) -> dict[str, tuple[ModuleDelta, ...]]:
+        """Several deltas of one module change different rows of it; their ranks add up."""
+        grouped: dict[str, tuple[ModuleDelta, ...]] = {}
+        for delta in self.deltas:
+            grouped[delta.module] = (*grouped.get(delta.module, ()), delta)
+        return grouped
+
     @property
     def max_rank(self) -> int:
-        return max(delta.rank for delta in self.deltas)
+        return max(sum(d.rank for d in deltas) for deltas in self.by_module().values())
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from rich.console import Console
@@ -20,21 +19,15 @@ from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.async_engine import AsyncEngine
 from loramux.engine.core import EngineCore
 from loramux.engine.text import HFText
-from loramux.errors import ConfigError, ModelNotServable
-from loramux.lora.segments import padded_rows
+from loramux.errors import ModelNotServable
 from loramux.lora.weights import block_bytes
 from loramux.model.anatomy import Anatomy, examine
 from loramux.model.attention_seam import AttentionSeam
 from loramux.model.load import BaseModel, load_base
-from loramux.ops.attention import AttentionBackend, AttentionLayer
-from loramux.ops.interface import LoraOps
-from loramux.ops.reference import ReferenceOps
-from loramux.ops.stacked import StackedOps
-from loramux.ops.torch_attention import TorchAttention
-from loramux.ops.tuning import tile_chooser
-from loramux.ops.upload import Uploads
+from loramux.ops.attention import AttentionBackend
 from loramux.scheduling.scheduler import Limits
 from loramux.types import Slot
+from loramux.worker.backends import Backends, choose_backends
 from loramux.worker.graphs import GraphKey
 from loramux.worker.memory import (
     DeviceUse,
@@ -49,7 +42,7 @@ from loramux.worker.memory import (
     weight_bytes,
 )
 from loramux.worker.memory_report import GpuMemory, MemoryReport
-from loramux.worker.runner import Captured, CompiledOptions
+from loramux.worker.runner import Captured
 from loramux.worker.self_check import self_check
 from loramux.worker.worker import Worker
 
@@ -231,83 +224,6 @@ def _gpu_memory(
         graphs=captured.num_bytes,
         in_use=in_use(),
         total=use.total,
-    )
-
-
-@dataclass(frozen=True)
-class Backends:
-    """What computes attention and LoRA."""
-
-    attention: Callable[[int], AttentionBackend]
-    """Makes one with a cache of so many blocks."""
-    ops: LoraOps
-    workspace_bytes: int = 0
-    """Of the LoRA op."""
-    compiled: CompiledOptions | None = None
-    """Given where layers are compiled and decode steps captured."""
-
-
-def choose_backends(
-    model: BaseModel, anatomy: Anatomy, limits: StepLimits, options: EngineOptions
-) -> Backends:
-    """The best for the model's device and dtype."""
-    if model.model.device.type == "cuda":
-        return _cuda_backends(model, anatomy.attention, limits, options)
-    if options.adapters.tuning is not None:
-        raise ConfigError("a tuning table is for a GPU's kernels: leave --tuning out on a CPU")
-    # float32 products start fast enough for one after the other.
-    ops = StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
-    return Backends(_torch_attention(model, anatomy.attention), ops)
-
-
-def _cuda_backends(
-    model: BaseModel,
-    layers: Mapping[int, AttentionLayer],
-    limits: StepLimits,
-    options: EngineOptions,
-) -> Backends:
-    from loramux.ops.triton_lora import TritonOps
-
-    device = model.model.device
-    ops = TritonOps(
-        padded_rows=padded_rows(options.adapters.max_loras, limits.max_step_tokens),
-        max_rank=options.adapters.max_rank,
-        device=device,
-        chooser=tile_chooser(torch.cuda.get_device_name(device), options.adapters.tuning),
-    )
-    try:
-        from loramux.ops.flashinfer_attention import FlashInferAttention
-    except ImportError:
-        missing = "FlashInfer is not installed (pip install 'loramux[cuda]')"
-    else:
-        if FlashInferAttention.supports(layers, model.dtype):
-            uploads = Uploads(device)
-            attention = partial(
-                FlashInferAttention,
-                layers,
-                block_size=BLOCK_SIZE,
-                dtype=model.dtype,
-                device=device,
-                uploads=uploads,
-                max_num_seqs=limits.max_num_seqs,
-                max_step_tokens=limits.max_step_tokens,
-            )
-            compiled = CompiledOptions(ops, uploads, limits.max_num_seqs)
-            return Backends(attention, ops, ops.workspace_bytes, compiled)
-        missing = "FlashInfer has no kernels for this model's heads or dtype (use bfloat16)"
-    log.warning("%s: attention runs in torch, without CUDA graphs, several times slower", missing)
-    return Backends(_torch_attention(model, layers), ops, ops.workspace_bytes)
-
-
-def _torch_attention(
-    model: BaseModel, layers: Mapping[int, AttentionLayer]
-) -> Callable[[int], AttentionBackend]:
-    return partial(
-        TorchAttention,
-        layers,
-        block_size=BLOCK_SIZE,
-        dtype=model.dtype,
-        device=model.model.device,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -69,39 +70,52 @@ def pack(
 ) -> HostCopy:
     """One block, laid out as ``ops/layout.py`` says, with the scale folded into B.
 
+    Deltas on different rows of one module become one: the A's stand one below the other, and each
+    B in its own rows and columns, zero elsewhere. Rows without a magnitude have the gain 1.
     Everything is computed in float32 and cast once to ``dtype``. ``pinned``: into memory from which
     a GPU copies by itself.
     """
     index = modules.index()
-    deltas = sorted(spec.deltas, key=lambda delta: index[delta.module])
-    sizes = [_num_elements(delta, modules.shapes[index[delta.module]]) for delta in deltas]
+    groups = sorted((index[name], deltas) for name, deltas in spec.by_module().items())
+    sizes = [_num_elements(deltas, modules.shapes[module]) for module, deltas in groups]
     block = torch.zeros(sum(map(sum, sizes)), dtype=dtype, pin_memory=pinned)
     unit = ALIGN_BYTES // block.element_size()
     placements = []
     cursor = 0
-    for delta, parts in zip(deltas, sizes, strict=True):
-        module = index[delta.module]
+    for (module, deltas), size in zip(groups, sizes, strict=True):
         shape = modules.shapes[module]
-        start_a, start_b, start_g = cursor, cursor + parts[0], cursor + parts[0] + parts[1]
-        cursor += sum(parts)
-        a = tensors[delta.a].float()
-        b = tensors[delta.b].float() * delta.scale
-        block[start_a:start_b].view(delta.rank, -1)[:, : shape.in_features] = a
-        block[start_b:start_g].view(shape.out_features, -1)[:, : delta.rank] = b
-        if delta.magnitude is not None:
-            gain = dora_gain(base_weight(module), a, b, tensors[delta.magnitude])
-            block[start_g : start_g + shape.out_features] = gain
+        rank = sum(delta.rank for delta in deltas)
+        start_a, start_b, start_g = cursor, cursor + size[0], cursor + size[0] + size[1]
+        cursor += sum(size)
+        a = block[start_a:start_b].view(rank, -1)[:, : shape.in_features]
+        b = block[start_b:start_g].view(shape.out_features, -1)[:, :rank]
+        gain = block[start_g:cursor][: shape.out_features]
+        gain.fill_(1)
+        for delta, ranks in zip(deltas, _consecutive(deltas), strict=True):
+            rows = slice(None) if delta.rows is None else slice(delta.rows.start, delta.rows.stop)
+            part_a = tensors[delta.a].float()
+            part_b = torch.cat(delta.pick(tensors[delta.b])).float() * delta.scale
+            a[ranks], b[rows, ranks] = part_a, part_b
+            if delta.magnitude is not None:
+                magnitude = torch.cat(delta.pick(tensors[delta.magnitude]))
+                gain[rows] = dora_gain(base_weight(module)[rows], part_a, part_b, magnitude)
         placements.append(
             Placement(
                 module=module,
-                rank=delta.rank,
+                rank=rank,
                 offset_a=start_a // unit,
                 offset_b=start_b // unit,
-                offset_g=start_g // unit if delta.magnitude is not None else NO_GAIN,
-                has_gain=delta.magnitude is not None,
+                offset_g=start_g // unit if size[2] else NO_GAIN,
+                has_gain=size[2] > 0,
             )
         )
     return HostCopy(block, tuple(placements))
+
+
+def _consecutive(deltas: Sequence[ModuleDelta]) -> list[slice]:
+    """Rows of A and columns of B that each delta of a module has for itself."""
+    ends = accumulate(delta.rank for delta in deltas)
+    return [slice(end - delta.rank, end) for end, delta in zip(ends, deltas, strict=True)]
 
 
 def dora_gain(weight: Tensor, a: Tensor, scaled_b: Tensor, magnitude: Tensor) -> Tensor:
@@ -120,8 +134,9 @@ def block_bytes(shapes: Sequence[ModuleShape], rank: int, dtype: torch.dtype) ->
     return elements * dtype.itemsize
 
 
-def _num_elements(delta: ModuleDelta, shape: ModuleShape) -> tuple[int, int, int]:
-    a = delta.rank * pad(shape.in_features)
-    b = shape.out_features * pad(delta.rank)
-    g = pad(shape.out_features) if delta.magnitude is not None else 0
-    return a, b, g
+def _num_elements(deltas: Sequence[ModuleDelta], shape: ModuleShape) -> tuple[int, int, int]:
+    rank = sum(delta.rank for delta in deltas)
+    a = rank * pad(shape.in_features)
+    b = shape.out_features * pad(rank)
+    has_gain = any(delta.magnitude is not None for delta in deltas)
+    return a, b, pad(shape.out_features) if has_gain else 0

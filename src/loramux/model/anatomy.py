@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from loramux.adapters.fusions import find_fusions
 from loramux.adapters.spec import BaseLayout, ModuleShape
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import ModuleTable
@@ -76,13 +77,12 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     groups = _groups(called, linears, calls)
     names = tuple(name for group in groups for name in group)
     shapes = tuple(_shape(linears[name]) for name in names)
-    everything = frozenset(name for name, _ in model.named_modules() if name)
     return Anatomy(
         attention=recorder.layers,
         modules=ModuleTable(names, shapes),
         sites=_rows(groups),
         runs=runs_of(layer_calls),
-        layout=BaseLayout(base.name, dict(zip(names, shapes, strict=True)), everything - {*names}),
+        layout=_layout(base, dict(zip(names, shapes, strict=True)), recorder.layers),
     )
 
 
@@ -99,6 +99,33 @@ def linear_weight(module: nn.Module) -> Tensor:
     """The weight as ``[out, in]``, whichever way the module stores it."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def _layout(
+    base: BaseModel,
+    modules: Mapping[str, ModuleShape],
+    attention: Mapping[int, AttentionLayer],
+) -> BaseLayout:
+    everything = frozenset(name for name, _ in base.model.named_modules() if name)
+    model_type = base.model.config.get_text_config().model_type
+    qkv_rows = {number: _qkv_rows(layer) for number, layer in attention.items()}
+    return BaseLayout(
+        base.name,
+        modules,
+        everything - modules.keys(),
+        model_type,
+        find_fusions(model_type, modules, qkv_rows),
+    )
+
+
+def _qkv_rows(layer: AttentionLayer) -> tuple[int, int, int]:
+    """Outputs of q, k and v together over all heads."""
+    kv = layer.kv
+    return (
+        layer.num_heads * kv.key_dim,
+        kv.num_kv_heads * kv.key_dim,
+        kv.num_kv_heads * kv.value_dim,
+    )
 
 
 def _shape(module: nn.Module) -> ModuleShape:

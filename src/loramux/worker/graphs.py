@@ -12,6 +12,7 @@ from loramux.lora.layers import Form
 from loramux.model.compile import MIN_ROWS
 from loramux.ops.attention import StepKind
 from loramux.ops.tiles import FEW_ADAPTERS
+from loramux.ops.tuning import ROW_BUCKETS, bucket_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +77,43 @@ class StepGraphs:
         keys: list[GraphKey] = []
         for kind in (StepKind.MIXED, StepKind.DECODE):
             for bucket in reversed(self._buckets[kind]):
-                # A step of no more rows or slots than these cannot have many adapters.
-                mixes = (False, True) if min(bucket, num_slots) > FEW_ADAPTERS else (True,)
                 keys.append(GraphKey(bucket, Form.NONE, kind=kind))
-                keys += [GraphKey(bucket, Form.BESIDE, rank_bucket, few, kind) for few in mixes]
+                keys += [
+                    GraphKey(bucket, Form.BESIDE, rank_bucket, few, kind)
+                    for few in _mixes(bucket, num_slots)
+                ]
         return keys
+
+    def samples(self, form: Form, rank_bucket: int, num_slots: int) -> list[GraphKey]:
+        """One key for every set of kernels that steps of a form and a rank bucket may launch.
+
+        Tiles depend on the bucket of rows, so the largest bucket of each stands for all of it.
+        """
+        largest: dict[str, tuple[int, StepKind]] = {}
+        for kind in (StepKind.MIXED, StepKind.DECODE):
+            for bucket in self._buckets[kind]:
+                name = bucket_of(ROW_BUCKETS, bucket)
+                largest[name] = max(largest.get(name, (0, kind)), (bucket, kind), key=_rows)
+        return [
+            GraphKey(bucket, form, rank_bucket, few, kind)
+            for bucket, kind in largest.values()
+            for few in _mixes(bucket, num_slots)
+        ]
+
+    def rehearse(self, key: GraphKey) -> None:
+        """Run an empty step once, for what is made at a first call."""
+        self._prepare(key)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._forward(key)
+        torch.cuda.current_stream().wait_stream(self._stream)
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs
 
     def capture(self, key: GraphKey) -> None:
         """Capture an empty step; its buffers are left set up for that."""
-        self._prepare(key)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._forward(key)  # whatever is made at a first call is made outside
-        torch.cuda.current_stream().wait_stream(self._stream)
+        self.rehearse(key)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Not by torch.cuda.graph, which collects garbage each time: that takes longer than this.
@@ -107,3 +129,12 @@ class StepGraphs:
         """Run a captured step; its logits ``[rows, vocab]``, good until the next replay."""
         self._graphs[key].replay()
         return self._logits
+
+
+def _mixes(bucket: int, num_slots: int) -> tuple[bool, ...]:
+    """Whether few adapters take part: a step of so few rows or slots cannot have many."""
+    return (False, True) if min(bucket, num_slots) > FEW_ADAPTERS else (True,)
+
+
+def _rows(entry: tuple[int, StepKind]) -> int:
+    return entry[0]

@@ -1,7 +1,8 @@
-"""Runs the forward of a step: as it is, or compiled and, for decode steps, captured."""
+"""Runs the forward of a step: as it is, or compiled and, but for large steps, captured."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -60,6 +61,10 @@ class Runner(Protocol):
 
     def warm_up(self, progress: Progress) -> Captured:
         """Do at start what the first steps would have to wait for."""
+        ...
+
+    def expect(self, max_rank: int, *, gain: bool) -> None:
+        """An adapter of this rank, with DoRA or without, may take part from now on."""
         ...
 
     def use_attention(self, backend: AttentionBackend) -> None:
@@ -129,6 +134,9 @@ class EagerRunner:
         """Nothing is kept from one step to the next."""
         return Captured()
 
+    def expect(self, max_rank: int, *, gain: bool) -> None:
+        """Whatever comes is computed as it comes."""
+
     def use_attention(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
@@ -136,8 +144,9 @@ class EagerRunner:
 class CapturedRunner:
     """Compiled layers over fixed buffers; all but large steps are replayed as graphs.
 
-    Graphs are captured at start for plain adapters of small ranks. Others (DoRA, larger ranks) are
-    captured when a step first needs one.
+    Graphs are captured at start for plain adapters of small ranks. For others (DoRA, larger ranks)
+    kernels are compiled when the first such adapter is installed, which can take seconds where they
+    are in no cache; a graph is captured when a step first needs it, which takes a tenth of one.
     """
 
     def __init__(
@@ -166,6 +175,10 @@ class CapturedRunner:
         self._graphs: StepGraphs | None = None
         self._settled = False
         """Whether addresses stay as they are, so that steps may be captured."""
+        self._forms = {Form.BESIDE}
+        self._ranks = {self._ops.rank_buckets[0]}
+        """Forms and rank buckets of adapters that there have been; these first ones at start."""
+        self._compiled = {(Form.BESIDE, self._ops.rank_buckets[0])}
         self._max_logit_rows = max(options.max_num_seqs, MIN_ROWS)
         if options.capture:
             logits = torch.zeros(
@@ -194,6 +207,19 @@ class CapturedRunner:
         torch.cuda.synchronize()
         log.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
         return Captured(len(keys), max(free_before - torch.cuda.mem_get_info()[0], 0))
+
+    @torch.inference_mode()
+    def expect(self, max_rank: int, *, gain: bool) -> None:
+        if self._graphs is None or not self._settled:
+            return
+        self._forms.add(Form.IN_PLACE if gain else Form.BESIDE)
+        self._ranks.add(self._ops.bucket_of(max_rank))
+        # Each with each: a step of two adapters has the form of one and the ranks of the other.
+        for form, ranks in itertools.product(self._forms, self._ranks):
+            if (form, ranks) not in self._compiled:
+                self._compiled.add((form, ranks))
+                for key in self._graphs.samples(form, ranks, self._context.tables.num_slots):
+                    self._graphs.rehearse(key)
 
     def use_attention(self, backend: AttentionBackend) -> None:
         assert not self._settled, "captured steps hold the addresses of the backend before"

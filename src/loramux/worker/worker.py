@@ -178,10 +178,12 @@ class Worker:
 
     def install(self, prepared: PreparedAdapter) -> None:
         """Keep an adapter's weights on the host, ready for a slot."""
-        assert isinstance(prepared.content, HostCopy)
-        pinned = prepared.content.block.is_pinned()
+        copy = prepared.content
+        assert isinstance(copy, HostCopy)
+        pinned = copy.block.is_pinned()
         assert pinned == (self._reading is not None), "the host would wait for its loads"
-        self._host.add(prepared.adapter_id, prepared.content)
+        self._runner.expect(copy.max_rank, gain=any(p.has_gain for p in copy.placements))
+        self._host.add(prepared.adapter_id, copy)
 
     def drop(self, adapter_id: AdapterId) -> None:
         """Free the host copy of an adapter that has no slot any more."""

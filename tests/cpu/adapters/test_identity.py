@@ -56,7 +56,17 @@ def test_warnings_do_not_count():
     )
 
 
-@pytest.mark.parametrize("change", [{"scale": 0.25}, {"scale": -0.5}, {"module": "k"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.25},
+        {"scale": -0.5},
+        {"module": "k"},
+        {"rows": range(4)},
+        {"stored_rows": (range(2, 4), range(2))},
+        {"stored_rows": (range(2),)},
+    ],
+)
 def test_other_effect_is_another_id(change: dict[str, object]):
     assert changed(**change) != adapter_id(spec(), tensors())
 
@@ -93,3 +103,31 @@ def test_layout_in_memory_does_not_count():
         for key, value in tensors().items()
     }
     assert adapter_id(spec(), other) == adapter_id(spec(), tensors())
+
+
+def test_other_rows_of_the_module_are_another_id():
+    (_, v) = spec().deltas
+    ids = {
+        adapter_id(LoraSpec((replace(v, rows=rows),)), tensors())
+        for rows in (None, range(4), range(4, 8), range(8, 12))
+    }
+    assert len(ids) == 4
+
+
+def test_order_of_deltas_on_rows_of_one_module_does_not_count():
+    q, v = spec().deltas
+    deltas = (replace(q, rows=range(6)), replace(v, module="q", rows=range(6, 10)))
+    assert adapter_id(LoraSpec(deltas), tensors()) == adapter_id(LoraSpec(deltas[::-1]), tensors())
+
+
+def test_fused_weights_have_the_id_of_the_same_weights_cut():
+    found = tensors()
+    fused = LoraSpec(
+        tuple(
+            ModuleDelta(name, 2, 0.5, "q.a", "q.b", stored_rows=(rows,))
+            for name, rows in (("k", range(4)), ("v", range(4, 6)))
+        )
+    )
+    cut = LoraSpec((ModuleDelta("k", 2, 0.5, "q.a", "k.b"), ModuleDelta("v", 2, 0.5, "q.a", "v.b")))
+    other = {**found, "k.b": found["q.b"][:4], "v.b": found["q.b"][4:]}
+    assert adapter_id(fused, found) == adapter_id(cut, other)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from loramux.adapters.formats.reader import read_adapter
+from loramux.adapters.fusions import find_fusions
 from loramux.adapters.identity import adapter_id
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.errors import AdapterRefused
 from tests.adapter_files import PREFIX, llama_layout, lora_config
 
 BASE = llama_layout()
+SPLIT = replace(BASE, fusions=find_fusions("llama", BASE.modules, {0: (64, 32, 32)}))
 RANK = 3
 SCALE = 0.1  # 3 * 0.1 / 3 is another float
 
@@ -51,7 +54,7 @@ def weights(*leaves: str, dora: bool = False) -> dict[str, torch.Tensor]:
 def read(directory: Path, tensors: dict[str, torch.Tensor], **change: Any) -> LoadedAdapter:
     save_file(tensors, directory / "adapters.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(mlx_config(**change)))
-    return read_adapter("fancy", directory, BASE, max_rank=64)
+    return read_adapter("fancy", directory, SPLIT, max_rank=64)
 
 
 def refusal(directory: Path, tensors: dict[str, torch.Tensor], **change: Any) -> str:
@@ -132,6 +135,7 @@ def test_model_of_the_configuration_is_compared_with_the_base(tmp_path: Path):
         ({"lora_parameters": parameters(keys=["self_attn.q_proj"])}, "keys does not name"),
         ({"num_layers": 1}, "would not load earlier layers"),
         ({"num_layers": ...}, "num_layers must be"),
+        ({"swap_gate_up": 1}, "swap_gate_up must be"),
         ({"fine_tune_type": "dora"}, "lora_magnitude_vector is missing"),
         ({"peft_type": "LORA"}, "is of a PEFT adapter"),
     ],
@@ -183,3 +187,17 @@ def test_tensor_that_is_no_lora_on_a_linear_is_refused(key: str, word: str, tmp_
 def test_matrices_that_stand_as_in_peft_are_refused(tmp_path: Path):
     turned = {key: value.t().contiguous() for key, value in weights().items()}
     assert "is expected" in refusal(tmp_path, turned)
+
+
+@pytest.mark.parametrize("up_first", [True, False])
+def test_fused_projection_is_split_in_the_order_that_is_said(up_first: bool, tmp_path: Path):
+    module = "model.layers.0.mlp.gate_up_proj"
+    a, b = torch.randn(64, RANK), torch.randn(RANK, 2 * 96)
+    stored = {f"{module}.lora_a": a, f"{module}.lora_b": b}
+    loaded = read(tmp_path, stored, swap_gate_up=up_first)
+    halves = dict(zip(("up_proj", "gate_proj") if up_first else ("gate_proj", "up_proj"),
+                      b.t().chunk(2), strict=True))  # fmt: skip
+    assert len(loaded.spec.deltas) == 2
+    for delta in loaded.spec.deltas:
+        found = torch.cat(delta.pick(loaded.tensors[delta.b]))
+        assert torch.equal(found, halves[delta.module.rpartition(".")[2]])

@@ -24,6 +24,8 @@ import pytest
         "formats.torch_header",
         "formats.torch_pickle",
         "formats.zip_records",
+        "formats.places",
+        "fusions",
     ],
 )
 def test_module_imports_no_torch(module: str):

@@ -17,6 +17,11 @@ class Meaning(Protocol):
         ...
 
     @property
+    def swap_gate_up(self) -> bool | None:
+        """Whether up comes before gate where both are one; None when it is not said."""
+        ...
+
+    @property
     def base_model(self) -> str | None:
         """What the adapter was trained on, as text. Never opened."""
         ...

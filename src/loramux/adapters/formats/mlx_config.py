@@ -37,6 +37,8 @@ class MlxConfig:
     keys: frozenset[str] | None
     """Names of adapted modules within a layer; None for those that the weight file has."""
     base_model: str | None
+    swap_gate_up: bool | None = None
+    """Whether up comes before gate where both are one: loramux's own field, as in PEFT's file."""
     targets: tuple[str, ...] = ()
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
@@ -98,11 +100,16 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> MlxConfig | None:
     rank: Any = inner.get("rank")
     scale: Any = inner.get("scale")
     keys, num_layers = inner.get("keys"), raw.get("num_layers", raw.get("lora_layers"))
+    swap_gate_up = raw.get("swap_gate_up")
     for fits, complaint in (
         (fields.is_rank(rank), "lora_parameters.rank must be a positive integer"),
         (fields.is_number(scale), "lora_parameters.scale must be a finite number"),
         (keys is None or _is_names(keys), "lora_parameters.keys must be a list of names or null"),
         (type(num_layers) is int, "num_layers must be an integer"),
+        (
+            swap_gate_up is None or isinstance(swap_gate_up, bool),
+            "swap_gate_up must be true or false",
+        ),
     ):
         if not fits:
             report.refuse(complaint)
@@ -115,6 +122,7 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> MlxConfig | None:
         use_dora=kind == "dora",
         num_layers=num_layers,
         keys=None if keys is None else frozenset(keys),
+        swap_gate_up=swap_gate_up,
         base_model=model if isinstance(model, str) and model else None,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 
 from loramux.adapters.spec import BaseLayout
 
@@ -24,17 +25,19 @@ class ModuleNames:
     a multimodal wrapper). All else of a name must agree, so a vision tower's layers stay apart.
     """
 
-    def __init__(self, base: BaseLayout) -> None:
+    def __init__(self, base: BaseLayout, others: Iterable[str] = ()) -> None:
+        """``others``: names to be found beside those of the base's own modules."""
         self._base = base
+        self._names = {*base.modules, *others}
         self._spellings: dict[str, set[str]] = defaultdict(set)
-        for name in base.modules:
+        for name in self._names:
             for spelling in _spellings(name):
                 self._spellings[spelling].add(name)
         self._any_layer = frozenset(_any_layer(spelling) for spelling in self._spellings)
 
     def find(self, path: str) -> str | None:
         """The base's name of a module; None when no module, or more than one, is meant."""
-        if path in self._base.modules:
+        if path in self._names:
             return path
         found = self._spellings.get(_without_language(path), set())
         return next(iter(found)) if len(found) == 1 else None

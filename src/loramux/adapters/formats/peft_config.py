@@ -36,6 +36,8 @@ class PeftConfig:
     """Names in ``target_modules`` where it is a list; what is adapted stands in the weight file."""
     base_model: str | None
     """What the adapter was trained on, as text. Never opened."""
+    swap_gate_up: bool | None = None
+    """Whether a gate_up_proj holds the rows of up first; None: as the base's family does."""
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """Rank and factor of ``B A x`` of a module, by its name in the adapter.
@@ -223,6 +225,7 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
     rank_pattern = get.table("rank_pattern", fields.is_rank, "positive integers")
     alpha_pattern = get.table("alpha_pattern", fields.is_number, "finite numbers")
     use_rslora, use_dora = get.flag("use_rslora"), get.flag("use_dora")
+    swap_gate_up = None if raw.get("swap_gate_up") is None else get.flag("swap_gate_up")
     targets, base_model = get.targets(), get.text("base_model_name_or_path")
     if rank is None or alpha is None or rank_pattern is None or alpha_pattern is None:
         return None
@@ -235,4 +238,5 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
         use_dora=use_dora,
         targets=targets,
         base_model=base_model,
+        swap_gate_up=swap_gate_up,
     )

@@ -1,4 +1,7 @@
-"""Every field of PEFT's LoraConfig (0.21.2): honoured, without effect, or refused when live."""
+"""Every field of PEFT's LoraConfig (0.21.2): honoured, without effect, or refused when live.
+
+And one that is loramux's own: ``swap_gate_up``, which says what a weight file cannot.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ HONOURED = frozenset(
         "target_modules",
         "init_lora_weights",
         "bias",
+        "swap_gate_up",
     }
 )
 """Fields that decide what is served or refused; ``peft_config`` reads each of them."""

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from loramux.adapters.formats.meaning import Meaning
-from loramux.adapters.formats.module_names import ModuleNames
 from loramux.adapters.formats.peft_keys import Part, describe_other, parse_key
 from loramux.adapters.formats.peft_patterns import BadPattern
+from loramux.adapters.formats.places import Place, Places, Target
 from loramux.adapters.formats.safetensors_header import TensorEntry
+from loramux.adapters.fusions import GATE_UP
 from loramux.adapters.report import Report, printable
-from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta
+from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
@@ -31,26 +32,26 @@ def build_spec(
 ) -> LoraSpec | None:
     """The deltas of an adapter in the order of the base's modules.
 
-    Every tensor ends in exactly one delta or in a refusal; None when there is any.
+    Every tensor ends in the deltas of exactly one name of the adapter, which is one delta unless
+    the base is fused differently, or in a refusal; None when there is any.
     """
     _check_dtypes(entries, report)
     groups = _group(entries, report)
-    placed = _place(groups, base, report)
-    builder = _DeltaBuilder(config, entries, base, report)
+    placed = _place(groups, base, config, report)
+    builder = _DeltaBuilder(config, entries, report)
     try:
-        deltas = [builder.delta(module, group) for module, group in placed.items()]
+        deltas = [delta for place, group in placed for delta in builder.deltas(place, group)]
     except BadPattern as problem:
         report.refuse(f"rank_pattern or alpha_pattern {problem}")
         return None
-    found = [delta for delta in deltas if delta is not None]
-    _check_max_rank(found, max_rank, report)
+    order = {name: i for i, name in enumerate(base.modules)}
+    deltas.sort(key=lambda d: (order[d.module], 0 if d.rows is None else d.rows.start))
+    _check_max_rank(LoraSpec(tuple(deltas)), max_rank, report)
     if report.refused:
         return None
-    _warn_about_targets(config, placed, report)
+    _warn_about_targets(config, [group.path for _, group in placed], report)
     _warn_about_base(config, base, report)
-    order = {name: i for i, name in enumerate(base.modules)}
-    found.sort(key=lambda delta: order[delta.module])
-    return LoraSpec(tuple(found), report.warnings)
+    return LoraSpec(tuple(deltas), report.warnings)
 
 
 def _check_dtypes(entries: Entries, report: Report) -> None:
@@ -82,18 +83,23 @@ def _group(entries: Entries, report: Report) -> dict[str, _Group]:
     return groups
 
 
-def _place(groups: Mapping[str, _Group], base: BaseLayout, report: Report) -> dict[str, _Group]:
-    """Groups by the module of the base that each of them changes."""
-    names = ModuleNames(base)
-    placed: dict[str, _Group] = {}
+def _place(
+    groups: Mapping[str, _Group], base: BaseLayout, config: Meaning, report: Report
+) -> list[tuple[Place, _Group]]:
+    """Groups with the place in the base that each of them changes."""
+    places = Places(base, up_first=config.swap_gate_up)
+    placed: list[tuple[Place, _Group]] = []
+    taken: dict[str, list[Target]] = {}
     for path, group in groups.items():
-        module = names.find(path)
-        if module is None:
-            report.refuse(names.why_not(path), path)
-        elif module in placed:
-            report.refuse("duplicate: two names are meant for the same module", path)
+        place = places.find(path)
+        if place is None:
+            report.refuse(places.why_not(path), path)
+        elif any(t.overlaps(o) for t in place.targets for o in taken.get(t.module, ())):
+            report.refuse("duplicate: two names are meant for the same place", path)
         else:
-            placed[module] = group
+            placed.append((place, group))
+            for target in place.targets:
+                taken.setdefault(target.module, []).append(target)
     if groups and not placed:
         report.refuse(
             f"not one module of the adapter matches {base.name}: it was made for another model"
@@ -103,25 +109,27 @@ def _place(groups: Mapping[str, _Group], base: BaseLayout, report: Report) -> di
 
 @dataclass(frozen=True)
 class _DeltaBuilder:
-    """Turns the tensors of one module into its delta, or into refusals."""
+    """Turns the tensors of one module into its deltas, or into refusals."""
 
     config: Meaning
     entries: Entries
-    base: BaseLayout
     report: Report
 
-    def delta(self, module: str, group: _Group) -> ModuleDelta | None:
-        """Raises BadPattern when rank or scale cannot be told."""
+    def deltas(self, place: Place, group: _Group) -> list[ModuleDelta]:
+        """None of them after a refusal. Raises BadPattern when rank or scale cannot be told."""
         a, b = group.keys.get("lora_A"), group.keys.get("lora_B")
         magnitude = group.keys.get("lora_magnitude_vector")
         self._check_dora(magnitude, group.path)
         if a is None or b is None:
             missing = " and ".join(p for p, key in (("lora_A", a), ("lora_B", b)) if key is None)
             self.report.refuse(f"{missing} is missing (incomplete pair)", group.path)
-            return None
+            return []
         rank, scale = self.config.rank_and_scale(group.path)
-        delta = ModuleDelta(module, rank, scale, a, b, magnitude)
-        return delta if self._shapes_fit(delta, group.path) else None
+        deltas = [
+            ModuleDelta(t.module, rank, scale, a, b, magnitude, t.rows, t.stored_rows)
+            for t in place.targets
+        ]
+        return deltas if self._shapes_fit(deltas[0], place.shape, group.path) else []
 
     def _check_dora(self, magnitude: str | None, path: str) -> None:
         if self.config.use_dora and magnitude is None:
@@ -129,9 +137,8 @@ class _DeltaBuilder:
         if not self.config.use_dora and magnitude is not None:
             self.report.refuse("lora_magnitude_vector is there, use_dora (DoRA) is not true", path)
 
-    def _shapes_fit(self, delta: ModuleDelta, path: str) -> bool:
+    def _shapes_fit(self, delta: ModuleDelta, shape: ModuleShape, path: str) -> bool:
         """Whether all shapes are right; if not, the plainest reason goes to the report."""
-        shape = self.base.modules[delta.module]
         a, b = self.entries[delta.a].shape, self.entries[delta.b].shape
         if 0 in a + b:
             self.report.refuse("empty tensors (a size is 0), perhaps shards not gathered", path)
@@ -160,19 +167,28 @@ class _DeltaBuilder:
         return rank_a == rank_b == rank
 
 
-def _check_max_rank(deltas: list[ModuleDelta], max_rank: int, report: Report) -> None:
-    largest = max((delta.rank for delta in deltas), default=0)
-    if largest > max_rank:
-        report.refuse(
-            f"rank {largest} is above the limit of {max_rank}: start with --max-rank {largest}"
-        )
+def _check_max_rank(spec: LoraSpec, max_rank: int, report: Report) -> None:
+    ranks = {name: [d.rank for d in deltas] for name, deltas in spec.by_module().items()}
+    if not ranks:
+        return
+    module, largest = max(ranks.items(), key=lambda item: sum(item[1]))
+    rank = sum(largest)
+    if rank <= max_rank:
+        return
+    what = f"rank {rank}"
+    if len(largest) > 1:
+        parts = " + ".join(map(str, largest))
+        what += f" (the sum {parts} of the parts of {module.rpartition('.')[2]}, which is one here)"
+    report.refuse(f"{what} is above the limit of {max_rank}: start with --max-rank {rank}")
 
 
-def _warn_about_targets(config: Meaning, placed: Mapping[str, _Group], report: Report) -> None:
-    endings = {ending for group in placed.values() for ending in _endings(group.path)}
+def _warn_about_targets(config: Meaning, paths: list[str], report: Report) -> None:
+    endings = {ending for path in paths for ending in _endings(path)}
     for target in config.targets:
         if target not in endings:
             report.warn("target_modules names modules that have no tensors in the file", target)
+    if config.swap_gate_up is not None and GATE_UP not in endings:
+        report.warn(f"swap_gate_up is said, but the file has no {GATE_UP}")
 
 
 def _endings(path: str) -> set[str]:
