@@ -32,13 +32,13 @@ DEFERRED = {
     "mixtral_per_expert": "experts",
     "moe_router": "router",
     "mixtral_router": "router",
-    "bin_file": "pickle",
-    "mlx_format": "mlx",
     "pissa_unconverted": "pissa",
     "alora": "aLoRA",
     "vision_tower_keys": "vision",
-    "config_huge": "too large",
 }
+
+DECLINED = {"config_huge": "too large"}
+"""Cases that may be served or refused, and are refused on purpose, with a word of the refusal."""
 
 
 def is_deferred(names: Iterable[str]) -> bool:

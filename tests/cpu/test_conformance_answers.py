@@ -12,16 +12,15 @@ from loramux.config import AdapterOptions, EngineOptions, ModelOptions, Schedule
 from loramux.errors import AdapterError, UnknownModel
 from loramux.types import RequestOutput
 from tests.conformance.cases import Case, Golden, load_cases
-from tests.conformance.deferred import DEFERRED, is_deferred
+from tests.conformance.deferred import DECLINED, DEFERRED, is_deferred
 
 TOLERANCE = 1e-3
 NAME = "case"
 
 CASES = load_cases()
-ANSWERED = [
-    case for case in CASES if case.kind != "refuse" and not case.rows and case.name not in DEFERRED
-]
-REFUSED = [case for case in CASES if case.kind == "refuse" or case.name in DEFERRED]
+NOT_SERVED = DEFERRED | DECLINED
+REFUSED = [case for case in CASES if case.kind == "refuse" or case.name in NOT_SERVED]
+ANSWERED = [case for case in CASES if case not in REFUSED and not case.rows]
 BATCHES = [case for case in CASES if case.rows and not is_deferred(case.adapters)]
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.formats.peft import read_peft
+from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.errors import AdapterRefused, AdapterSourceNotFound
 from tests.conformance.cases import Case, load_cases
-from tests.conformance.deferred import DEFERRED
+from tests.conformance.deferred import DECLINED, DEFERRED
 from tests.conformance.layout import base_layout
 
 
 def load(case: Case) -> LoadedAdapter:
     assert case.adapter is not None
-    return read_peft(case.name, case.adapter, base_layout(case.base), max_rank=512)
+    return read_adapter(case.name, case.adapter, base_layout(case.base), max_rank=512)
 
 
 def refusal(case: Case) -> str:
@@ -38,7 +38,7 @@ def holds_one_of(text: str, words: tuple[str, ...]) -> bool:
 
 
 SINGLE = [case for case in load_cases() if case.adapter is not None]
-SERVED = [case for case in SINGLE if case.kind != "refuse" and case.name not in DEFERRED]
+SERVED = [case for case in SINGLE if case.kind != "refuse" and case.name not in DEFERRED | DECLINED]
 WAITING = [case for case in SINGLE if case.name in DEFERRED]
 REFUSED = [case for case in SINGLE if case.kind == "refuse"]
 
@@ -56,6 +56,15 @@ def test_adapter_of_a_later_feature_is_refused_by_that_name(case: Case):
     text = refusal(case)
     assert DEFERRED[case.name] in text
     assert case.expect_reason == () or holds_one_of(text, case.expect_reason)
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_adapter_that_is_refused_on_purpose_is_refused_with_its_reason(name: str):
+    (case,) = (case for case in SINGLE if case.name == name)
+    text = refusal(case)
+    assert case.kind == "serve_or_refuse"
+    assert DECLINED[name] in text
+    assert holds_one_of(text, case.expect_reason)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)

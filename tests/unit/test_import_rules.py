@@ -61,7 +61,9 @@ WITHOUT_TORCH = (
 )  # fmt: skip
 
 WITH_TORCH = (
-    "adapters.formats.peft", "adapters.identity", "adapters.spectrum", "demo.convert",
+    "adapters.formats.load", "adapters.formats.mlx", "adapters.formats.peft",
+    "adapters.formats.reader", "adapters.formats.tensors", "adapters.identity",
+    "adapters.spectrum", "demo.convert",
     "engine.text",
 )  # fmt: skip
 """Modules inside the parts above that read tensors; nothing there may load them at its start."""

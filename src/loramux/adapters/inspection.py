@@ -14,12 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loramux.adapters.formats import mlx_config, peft_config
 from loramux.adapters.formats.files import MalformedFile
+from loramux.adapters.formats.mlx_config import MlxConfig
 from loramux.adapters.formats.module_names import never_served
-from loramux.adapters.formats.peft_config import CONFIG_FILE, PeftConfig, read_config
+from loramux.adapters.formats.peft_config import CONFIG_FILE, PeftConfig
 from loramux.adapters.formats.peft_keys import Part, parse_key
 from loramux.adapters.formats.peft_patterns import BadPattern
-from loramux.adapters.formats.safetensors_header import TensorEntry, read_header
+from loramux.adapters.formats.safetensors_header import TensorEntry
+from loramux.adapters.formats.weight_files import MLX_FILE, read_entries, weight_file_of
 from loramux.adapters.inspected import (
     Inspection,
     LayerFacts,
@@ -58,7 +61,8 @@ def inspect_adapter(
     ``measure``: also the norms and singular values of the deltas, unless the adapter is refused.
     """
     report = Report()
-    config = read_config(directory, report)
+    is_mlx = weight_file_of(directory) == MLX_FILE
+    config = (mlx_config if is_mlx else peft_config).read_config(directory, report)
     stated = Stated.of(directory)
     if config is not None and config.rank > max_rank:
         report.warn(f"rank {config.rank} is above the limit of {max_rank}")
@@ -80,27 +84,30 @@ def inspect_adapter(
             tiers = TierBytes(_file_bytes(entries), block, dtype)
             found = replace(found, verdict="serveable", unusual=loaded.spec.warnings)
         found = replace(found, modules=modules, layers=tuple(_layers(modules)), bytes=tiers)
-    more = remarks(stated, config, found.modules, base)
+    peft = config if isinstance(config, PeftConfig) else None
+    more = remarks(stated, peft, found.modules, base)
     return replace(found, unusual=(*found.unusual, *more))
 
 
 def _told_by_config(
-    directory: Path, stated: Stated, config: PeftConfig | None, report: Report
+    directory: Path, stated: Stated, config: PeftConfig | MlxConfig | None, report: Report
 ) -> Inspection:
     """All that is known before the weights are looked at."""
+    peft = config if isinstance(config, PeftConfig) else None
+    is_mlx = isinstance(config, MlxConfig)
     return Inspection(
         verdict="refused" if report.refused else "config only",
         reasons=report.reasons,
         checked_against=None,
         unusual=report.warnings,
         adapter=str(directory),
-        format="peft",
+        format="mlx" if is_mlx else "peft",
         peft_version=stated.text("peft_version"),
-        base_model=stated.text("base_model_name_or_path"),
+        base_model=config.base_model if is_mlx else stated.text("base_model_name_or_path"),
         revision=stated.text("revision"),
         rank=None if config is None else config.rank,
-        alpha=None if config is None else config.alpha,
-        use_rslora=None if config is None else config.use_rslora,
+        alpha=config.scale * config.rank if is_mlx else (None if peft is None else peft.alpha),
+        use_rslora=False if is_mlx else (None if peft is None else peft.use_rslora),
         use_dora=None if config is None else config.use_dora,
         bytes=TierBytes(None, None, "bfloat16"),
     )
@@ -108,22 +115,26 @@ def _told_by_config(
 
 def _has_weights(directory: Path) -> bool:
     """Whether there is a file beside the configuration that some tool takes for the weights."""
-    return any(path.name != CONFIG_FILE for path in directory.glob("adapter*"))
+    kinds = ("adapter*", "*.nemo", "model_weights.ckpt")
+    return any(path.name != CONFIG_FILE for kind in kinds for path in directory.glob(kind))
 
 
 def _read(directory: Path, layout: BaseLayout, max_rank: int) -> LoadedAdapter | AdapterRefused:
-    from loramux.adapters.formats.peft import read_peft  # loads torch
+    from loramux.adapters.formats.reader import read_adapter  # loads torch
 
     try:
-        return read_peft(directory.name, directory, layout, max_rank=max_rank)
+        return read_adapter(directory.name, directory, layout, max_rank=max_rank)
     except AdapterRefused as refusal:
         return refusal
 
 
 def _entries(directory: Path) -> Mapping[str, TensorEntry]:
     """The tensors of the weight file; none where it is unreadable, which the reader refuses."""
+    weight_file = weight_file_of(directory)
+    if weight_file is None:
+        return {}
     try:
-        return read_header(directory / "adapter_model.safetensors")
+        return read_entries(directory / weight_file)
     except MalformedFile:
         return {}
 
@@ -156,20 +167,23 @@ def _own_layout(stated: Stated, entries: Mapping[str, TensorEntry]) -> BaseLayou
 
 
 def _told_by_header(
-    config: PeftConfig | None, entries: Mapping[str, TensorEntry]
+    config: PeftConfig | MlxConfig | None, entries: Mapping[str, TensorEntry]
 ) -> Iterator[ModuleFacts]:
     """What names and shapes say where the adapter as a whole says nothing that can be trusted."""
     for path, parts in _shapes(entries).items():
         rank, scale = _rank_and_scale(config, path)
         alpha = None
         if config is not None and rank is not None and scale is not None:
-            alpha = _alpha(rank, scale, use_rslora=config.use_rslora)
+            rslora = isinstance(config, PeftConfig) and config.use_rslora
+            alpha = _alpha(rank, scale, use_rslora=rslora)
         rank = next(iter(parts.get("lora_A", ())), rank)
         kind, layer = place(path)
         yield ModuleFacts(module=path, kind=kind, layer=layer, rank=rank, alpha=alpha, scale=scale)
 
 
-def _rank_and_scale(config: PeftConfig | None, path: str) -> tuple[int | None, float | None]:
+def _rank_and_scale(
+    config: PeftConfig | MlxConfig | None, path: str
+) -> tuple[int | None, float | None]:
     try:
         return (None, None) if config is None else config.rank_and_scale(path)
     except BadPattern:  # which is a reason for the refusal

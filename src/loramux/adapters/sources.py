@@ -10,7 +10,8 @@ from loramux.errors import AdapterRefused, AdapterSourceNotFound
 
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*://|hf:")
 _REMEDY = (
-    "give the path of a directory that holds adapter_config.json and adapter_model.safetensors"
+    "give the path of a directory that holds adapter_config.json and the weights, "
+    "adapter_model.safetensors for one"
 )
 
 
@@ -31,7 +32,10 @@ def find_directory(name: str, source: str) -> Path:
         path = Path(source).expanduser().absolute()
         if path.is_dir():
             return path
-        detail = "is a file, not a directory" if path.exists() else "there is no such directory"
+        if path.suffix == ".nemo" and path.exists():
+            detail = "is a NeMo archive, which is not read: export it to the PEFT format"
+        else:
+            detail = "is a file, not a directory" if path.exists() else "there is no such directory"
     except (OSError, RuntimeError, ValueError):  # permissions, unknown user, zero byte
         detail = "the path cannot be read"
     raise AdapterSourceNotFound(name, shown, f"{detail}; {_REMEDY}")

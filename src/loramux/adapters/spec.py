@@ -63,9 +63,9 @@ class BaseLayout:
 class ModuleDelta:
     """``y = g * (W x + scale * B A x) + bias`` on one module; ``g`` is 1 unless there is DoRA.
 
-    ``a``, ``b`` and ``magnitude`` are keys of the weight file: A ``[rank, in]``, B ``[out, rank]``,
-    DoRA magnitude ``[out]``. Where the adapter's linears are fused otherwise than the base's, the
-    delta changes some rows of ``y``, or takes some rows of B and of the magnitude.
+    ``a``, ``b`` and ``magnitude`` are names of the adapter's tensors: A ``[rank, in]``, B
+    ``[out, rank]``, DoRA magnitude ``[out]``. Where the adapter's linears are fused otherwise than
+    the base's, the delta changes some rows of ``y``, or takes some rows of B and of the magnitude.
     """
 
     module: str
@@ -88,7 +88,7 @@ class ModuleDelta:
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """A whole adapter: every tensor of its file is used, and no row of a module changes twice."""
+    """A whole adapter: every tensor of it is used, and no row of a module changes twice."""
 
     deltas: tuple[ModuleDelta, ...]
     warnings: tuple[str, ...] = field(default=())

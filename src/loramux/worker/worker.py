@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from loramux.adapters.formats.peft import read_peft
+from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.identity import adapter_id
 from loramux.adapters.spec import BaseLayout, PreparedAdapter
 from loramux.errors import AdapterRefused
@@ -154,7 +154,7 @@ class Worker:
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
         """Read and check an adapter, in any thread. Raises AdapterError with every reason."""
-        loaded = read_peft(name, directory, self._anatomy.layout, max_rank=self._max_rank)
+        loaded = read_adapter(name, directory, self._anatomy.layout, max_rank=self._max_rank)
         # Memory is pinned here and not in ``install``: it takes long, and no step waits for this
         # thread. What DoRA computes on a GPU stands beside the steps, too.
         with torch.cuda.stream(self._reading):

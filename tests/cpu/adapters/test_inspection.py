@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loramux.adapters.formats.files import MalformedFile
-from loramux.adapters.formats.peft import read_peft
 from loramux.adapters.formats.peft_config import parse_config
+from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.inspected import Inspection, ReferenceBase
 from loramux.adapters.inspection import inspect_adapter
 from loramux.adapters.report import Report
@@ -170,7 +170,7 @@ def test_bytes_are_those_of_the_file_and_of_the_packed_block(tmp_path: Path, dor
         tmp_path, BASE, rank=3, targets=TARGETS, seed=3, dora=dora, rank_pattern={"q_proj": 9}
     )
     found = inspect(tmp_path, against(BASE))
-    loaded = read_peft("a", tmp_path, BASE, max_rank=512)
+    loaded = read_adapter("a", tmp_path, BASE, max_rank=512)
     table = ModuleTable(tuple(BASE.modules), tuple(BASE.modules.values()))
 
     def weight(module: int) -> torch.Tensor:
@@ -316,7 +316,7 @@ def test_damaged_files_are_refused_and_nothing_else_is_raised(seed: int, tmp_pat
 
 def reasons_of_the_reader(directory: Path) -> tuple[str, ...]:
     try:
-        read_peft("a", directory, BASE, max_rank=512)
+        read_adapter("a", directory, BASE, max_rank=512)
     except AdapterRefused as refusal:
         return refusal.reasons
     return ()
@@ -327,3 +327,43 @@ def test_shipped_adapters_are_serveable() -> None:
         found = inspect(config.parent)
         assert found.verdict == "serveable"
         assert all(facts.delta_norm for facts in found.modules)
+
+
+def described(directory: Path, base: ReferenceBase | None = None) -> list[tuple[object, ...]]:
+    """What an inspection says about the modules, but for their alpha."""
+    found = inspect(directory, base)
+    assert found.verdict == "serveable", found.reasons
+    return [
+        (m.module, m.rank, m.scale, m.delta_norm, m.relative_norm, m.top_share)
+        for m in sorted(found.modules, key=lambda m: m.module)
+    ]
+
+
+@pytest.mark.parametrize("base", [None, against(BASE)], ids=["alone", "with a base"])
+def test_formats_of_one_adapter_are_described_alike(
+    tmp_path: Path, base: ReferenceBase | None
+) -> None:
+    names = ("peft", "bin", "mlx")
+    peft, binary, mlx = (tmp_path / name for name in names)
+    random_adapter(peft, BASE, rank=4, targets=TARGETS, seed=5)
+    tensors = load_file(peft / "adapter_model.safetensors")
+    binary.mkdir()
+    shutil.copy(peft / "adapter_config.json", binary)
+    torch.save(tensors, binary / "adapter_model.bin")
+    mlx.mkdir()
+    parts = {"lora_A.weight": "lora_a", "lora_B.weight": "lora_b"}
+    turned = {
+        f"{key.removeprefix(PREFIX)[: -len(part) - 1]}.{parts[part]}": tensor.t().contiguous()
+        for key, tensor in tensors.items()
+        for part in parts
+        if key.endswith(part)
+    }
+    save_file(turned, mlx / "adapters.safetensors")
+    config = {"fine_tune_type": "lora", "num_layers": -1, "model": BASE.name}
+    config["lora_parameters"] = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    (mlx / "adapter_config.json").write_text(json.dumps(config))
+    wanted = described(peft, base)
+    assert described(binary, base) == wanted
+    assert described(mlx, base) == wanted
+    assert inspect(mlx).format == "mlx"
+    assert inspect(mlx).modules[0].alpha == 8.0

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from loramux.adapters.formats import peft_fields
-from loramux.adapters.formats.peft import read_peft
+from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.identity import adapter_id
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.errors import AdapterRefused
@@ -32,7 +32,7 @@ def read(
     """Write an adapter, then read it."""
     save_file(weights() if tensors is None else tensors, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(json.dumps(lora_config(**change)))
-    return read_peft("fancy", directory, BASE, max_rank=64)
+    return read_adapter("fancy", directory, BASE, max_rank=64)
 
 
 def refusal(directory: Path, tensors: dict[str, torch.Tensor], **change: Any) -> str:
@@ -116,23 +116,8 @@ def test_findings_of_both_files_come_in_one_error(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text("{")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(AdapterRefused) as caught:
-        read_peft("fancy", tmp_path, BASE, max_rank=64)
+        read_adapter("fancy", tmp_path, BASE, max_rank=64)
     assert len(caught.value.reasons) == 2
-
-
-@pytest.mark.parametrize(
-    ("file", "word"),
-    [
-        ("adapter_model.bin", "convert it to safetensors"),
-        ("adapters.safetensors", "mlx-lm"),
-        ("adapter_model.safetensors.index.json", "sharded"),
-    ],
-)
-def test_other_weight_files_are_named(file: str, word: str, tmp_path: Path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps(lora_config()))
-    (tmp_path / file).write_bytes(b"x")
-    with pytest.raises(AdapterRefused, match=word):
-        read_peft("fancy", tmp_path, BASE, max_rank=64)
 
 
 def test_spelling_and_metadata_do_not_change_the_id(tmp_path: Path):
@@ -168,7 +153,7 @@ SMOLLM2 = llama_layout(layers=30, hidden=576, kv=192, mlp=1536, name="SmolLM2-13
 
 @pytest.mark.parametrize("config", EXAMPLES, ids=lambda path: path.parent.name)
 def test_example_adapter_loads_without_a_warning(config: Path):
-    loaded = read_peft(config.parent.name, config.parent, SMOLLM2, max_rank=512)
+    loaded = read_adapter(config.parent.name, config.parent, SMOLLM2, max_rank=512)
     assert loaded.spec.warnings == ()
     assert loaded.tensors.keys() == load_file(config.with_name("adapter_model.safetensors")).keys()
 
@@ -176,7 +161,7 @@ def test_example_adapter_loads_without_a_warning(config: Path):
 def test_example_adapters_all_differ():
     ids = set()
     for config in EXAMPLES:
-        loaded = read_peft(config.parent.name, config.parent, SMOLLM2, max_rank=512)
+        loaded = read_adapter(config.parent.name, config.parent, SMOLLM2, max_rank=512)
         ids.add(adapter_id(loaded.spec, loaded.tensors))
     assert len(ids) == len(EXAMPLES) == 6
 
@@ -197,13 +182,13 @@ def tiny_base() -> Any:
 
 @pytest.mark.parametrize("config", TINY, ids=lambda path: path.parent.name)
 def test_tiny_adapter_loads_without_a_warning(config: Path):
-    loaded = read_peft(config.parent.name, config.parent, tiny_base(), max_rank=512)
+    loaded = read_adapter(config.parent.name, config.parent, tiny_base(), max_rank=512)
     assert loaded.spec.warnings == ()
 
 
 def test_ranks_and_scales_of_a_tiny_adapter_with_patterns():
     directory = REPOSITORY / "tests" / "tiny" / "hatter"
-    deltas = read_peft("hatter", directory, tiny_base(), max_rank=512).spec.deltas
+    deltas = read_adapter("hatter", directory, tiny_base(), max_rank=512).spec.deltas
     found = {delta.module: (delta.rank, delta.scale) for delta in deltas}
     assert found["model.layers.0.self_attn.q_proj"] == (24, 12 / 24)
     assert found["model.layers.0.mlp.down_proj"] == (1, 5.0)

@@ -38,6 +38,13 @@ def test_file_is_no_source(tmp_path: Path):
         find_directory("p", str(file))
 
 
+def test_nemo_archive_is_no_source_and_the_remedy_is_told(tmp_path: Path):
+    file = tmp_path / "tuned.nemo"
+    file.touch()
+    with pytest.raises(AdapterSourceNotFound, match="export it to the PEFT format"):
+        find_directory("p", str(file))
+
+
 @pytest.mark.parametrize("source", ["", "a\0b", "x" * 10_000, "~no-such-user-here/x"])
 def test_impossible_paths_are_not_found_rather_than_a_crash(source: str):
     with pytest.raises(AdapterSourceNotFound):

@@ -11,6 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+MAX_JSON_VALUES = 500_000
+"""A safetensors header has eight for a tensor. The text alone bounds too little: ``[]`` takes
+thirty times its bytes when it is parsed."""
+
 
 class MalformedFile(Exception):
     """A file is missing or is not what its name says; the text is fit for the user."""
@@ -59,6 +63,8 @@ def parse_json_object(
     what: str, data: bytes, pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
     """Parse a JSON object, with or without a byte-order mark. Raises MalformedFile."""
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise MalformedFile(f"{what} is too large: it has more than {MAX_JSON_VALUES} values")
     try:
         value = json.loads(data.decode("utf-8-sig"), object_pairs_hook=pairs_hook)
     except UnicodeDecodeError:

@@ -90,9 +90,9 @@ def _foreign_format(raw: Mapping[str, Any]) -> str | None:
         return f"{CONFIG_FILE}: peft_type must be the string LORA"
     missing = f"{CONFIG_FILE} is not of a PEFT adapter: peft_type is missing"
     if "fine_tune_type" in raw or "lora_parameters" in raw:
-        return f"{missing}; this is an mlx-lm adapter: convert it to the PEFT format"
+        return f"{missing}; this is an mlx-lm adapter, whose weights must be adapters.safetensors"
     if "lora_tuning" in raw or "peft_scheme" in raw:
-        return f"{missing}; this is a NeMo adapter: convert it to the PEFT format"
+        return f"{missing}; this is a NeMo adapter: export it to the PEFT format"
     if "model_type" in raw or "architectures" in raw:
         return f"{missing}; this is the configuration of a model"
     if isinstance(raw.get("format"), str):
@@ -220,10 +220,10 @@ class _Fields:
 
 def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
     get = _Fields(raw, report)
-    rank = get.required("r", _is_rank, "must be a positive integer")
-    alpha = get.required("lora_alpha", _is_number, "must be a finite number")
-    rank_pattern = get.table("rank_pattern", _is_rank, "positive integers")
-    alpha_pattern = get.table("alpha_pattern", _is_number, "finite numbers")
+    rank = get.required("r", fields.is_rank, "must be a positive integer")
+    alpha = get.required("lora_alpha", fields.is_number, "must be a finite number")
+    rank_pattern = get.table("rank_pattern", fields.is_rank, "positive integers")
+    alpha_pattern = get.table("alpha_pattern", fields.is_number, "finite numbers")
     use_rslora, use_dora = get.flag("use_rslora"), get.flag("use_dora")
     swap_gate_up = None if raw.get("swap_gate_up") is None else get.flag("swap_gate_up")
     targets, base_model = get.targets(), get.text("base_model_name_or_path")
@@ -240,16 +240,3 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
         base_model=base_model,
         swap_gate_up=swap_gate_up,
     )
-
-
-def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of floats
-        return False

@@ -5,6 +5,7 @@ And one that is loramux's own: ``swap_gate_up``, which says what a weight file c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 HONOURED = frozenset(
@@ -92,3 +93,18 @@ def is_live(value: object) -> bool:
     if value is None or value is False:
         return False
     return not (isinstance(value, dict | list | str) and not value)
+
+
+def is_rank(value: object) -> bool:
+    """Whether a value of JSON is a positive integer that a rank can have."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def is_number(value: object) -> bool:
+    """Whether a value of JSON is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from loramux.adapters.formats.peft_config import PeftConfig
+from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.peft_keys import Part, describe_other, parse_key
 from loramux.adapters.formats.peft_patterns import BadPattern
 from loramux.adapters.formats.places import Place, Places, Target
@@ -28,7 +28,7 @@ class _Group:
 
 
 def build_spec(
-    config: PeftConfig, entries: Entries, base: BaseLayout, *, max_rank: int, report: Report
+    config: Meaning, entries: Entries, base: BaseLayout, *, max_rank: int, report: Report
 ) -> LoraSpec | None:
     """The deltas of an adapter in the order of the base's modules.
 
@@ -84,7 +84,7 @@ def _group(entries: Entries, report: Report) -> dict[str, _Group]:
 
 
 def _place(
-    groups: Mapping[str, _Group], base: BaseLayout, config: PeftConfig, report: Report
+    groups: Mapping[str, _Group], base: BaseLayout, config: Meaning, report: Report
 ) -> list[tuple[Place, _Group]]:
     """Groups with the place in the base that each of them changes."""
     places = Places(base, up_first=config.swap_gate_up)
@@ -111,7 +111,7 @@ def _place(
 class _DeltaBuilder:
     """Turns the tensors of one module into its deltas, or into refusals."""
 
-    config: PeftConfig
+    config: Meaning
     entries: Entries
     report: Report
 
@@ -182,7 +182,7 @@ def _check_max_rank(spec: LoraSpec, max_rank: int, report: Report) -> None:
     report.refuse(f"{what} is above the limit of {max_rank}: start with --max-rank {rank}")
 
 
-def _warn_about_targets(config: PeftConfig, paths: list[str], report: Report) -> None:
+def _warn_about_targets(config: Meaning, paths: list[str], report: Report) -> None:
     endings = {ending for path in paths for ending in _endings(path)}
     for target in config.targets:
         if target not in endings:
@@ -197,7 +197,7 @@ def _endings(path: str) -> set[str]:
     return {".".join(parts[i:]) for i in range(len(parts))}
 
 
-def _warn_about_base(config: PeftConfig, base: BaseLayout, report: Report) -> None:
+def _warn_about_base(config: Meaning, base: BaseLayout, report: Report) -> None:
     trained_on = config.base_model
     if trained_on is not None and _last_part(trained_on) != _last_part(base.name):
         report.warn(

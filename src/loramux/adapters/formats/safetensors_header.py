@@ -20,8 +20,8 @@ from loramux.adapters.formats.files import (
 )
 from loramux.adapters.report import printable
 
-MAX_HEADER_BYTES = 100_000_000
-"""The bound of the safetensors library itself."""
+MAX_HEADER_BYTES = 16 * 2**20
+"""About 100,000 tensors; the bound of the safetensors library is six times this."""
 
 MAX_NAME_LENGTH = 1_000
 """Characters; names are searched with patterns, so their length must be bounded."""

@@ -1,0 +1,57 @@
+"""From a configuration and a weight header to an adapter in memory: the way of every format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from loramux.adapters.formats.files import MalformedFile
+from loramux.adapters.formats.meaning import Meaning
+from loramux.adapters.formats.peft_spec import build_spec
+from loramux.adapters.formats.safetensors_header import TensorEntry
+from loramux.adapters.formats.tensors import check_values
+from loramux.adapters.loaded import LoadedAdapter
+from loramux.adapters.report import Report
+from loramux.adapters.spec import BaseLayout
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """A weight file whose header is sound; tensors have the names and shapes of PEFT."""
+
+    entries: Mapping[str, TensorEntry]
+    read: Callable[[], Mapping[str, Tensor]]
+    """Raises MalformedFile when the file has changed."""
+
+
+def load(
+    name: str,
+    config: Meaning | None,
+    weights: WeightFile | None,
+    base: BaseLayout,
+    *,
+    max_rank: int,
+    report: Report,
+) -> LoadedAdapter:
+    """Check the adapter for ``base``, then read its numbers; they stay on the CPU.
+
+    No tensor is read before every shape is the one that ``base`` and ``config`` ask for, which
+    bounds the memory. None stands for what ``report`` has refused. Raises AdapterRefused, with all
+    that is wrong.
+    """
+    spec = None
+    if config is not None and weights is not None:
+        spec = build_spec(config, weights.entries, base, max_rank=max_rank, report=report)
+    report.raise_if_refused(name)
+    assert weights is not None, "nothing was refused, so all is there"
+    assert spec is not None
+    tensors: Mapping[str, Tensor] = {}
+    try:
+        tensors = weights.read()
+        check_values(spec, tensors, report)
+    except MalformedFile as problem:
+        report.refuse(str(problem))
+    report.raise_if_refused(name)
+    return LoadedAdapter(spec, tensors, sum(t.nbytes for t in tensors.values()))

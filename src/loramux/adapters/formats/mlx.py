@@ -1,0 +1,71 @@
+"""Reads an adapter of mlx-lm: its matrices are PEFT's transposed, its scale is a plain factor.
+
+A module has ``lora_a`` ``[in, r]``, ``lora_b`` ``[r, out]`` and, with DoRA, the magnitude ``m``
+``[out]``. They get PEFT's names and shapes before anything is checked, so that findings about
+tensors are in these terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from loramux.adapters.formats.files import MalformedFile
+from loramux.adapters.formats.load import WeightFile, load
+from loramux.adapters.formats.mlx_config import MlxConfig, count_layers, read_config
+from loramux.adapters.formats.safetensors_header import TensorEntry, read_header
+from loramux.adapters.formats.tensors import read_safetensors
+from loramux.adapters.formats.weight_files import MLX_FILE, module_of_mlx_key, peft_key
+from loramux.adapters.loaded import LoadedAdapter
+from loramux.adapters.report import Report
+from loramux.adapters.spec import BaseLayout
+
+
+def read_mlx(name: str, directory: Path, base: BaseLayout, *, max_rank: int) -> LoadedAdapter:
+    """Read and check the adapter in ``directory`` for ``base``; weights stay on the CPU.
+
+    ``name`` is only used in errors. Raises AdapterRefused, with all that is wrong.
+    """
+    report = Report()
+    config = read_config(directory, report)
+    weights = None
+    try:
+        weights = _open_weights(directory / MLX_FILE, config, base, report)
+    except MalformedFile as problem:
+        report.refuse(str(problem))
+    return load(name, config, weights, base, max_rank=max_rank, report=report)
+
+
+def _open_weights(
+    path: Path, config: MlxConfig | None, base: BaseLayout, report: Report
+) -> WeightFile:
+    stored = read_header(path)
+    num_layers = count_layers(base.modules)
+    entries: dict[str, TensorEntry] = {}
+    stored_names: dict[str, str] = {}
+    for key, entry in stored.items():
+        module = module_of_mlx_key(key)
+        if module is None:
+            report.refuse("tensors that LoRA of mlx-lm does not have", key)
+            continue
+        unused = config.why_unused(module, num_layers) if config is not None else None
+        if unused is not None:
+            report.refuse(unused, module)
+        renamed = peft_key(key)
+        entries[renamed] = replace(entry, shape=entry.shape[::-1])
+        stored_names[renamed] = key
+    return WeightFile(entries, partial(_read_transposed, path, stored, stored_names))
+
+
+def _read_transposed(
+    path: Path, stored: Mapping[str, TensorEntry], stored_names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    tensors = read_safetensors(path, stored)
+    return {
+        name: tensors[key].permute(*reversed(range(tensors[key].dim()))).contiguous()
+        for name, key in stored_names.items()
+    }

@@ -1,0 +1,209 @@
+"""Files made to hurt are refused in little time and memory, in a process that measures both."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapter_files import PREFIX, REPOSITORY, lora_config
+from tests.torch_files import Call, Storage, program, tensor, torch_file, zipped
+
+MAX_SECONDS = 1.0
+MAX_MEMORY = 200 * 10**6
+MARKER = Path(tempfile.gettempdir(), "loramux-hostile-pickle-was-run")
+
+SAFETENSORS, BIN = "adapter_model.safetensors", "adapter_model.bin"
+CONFIG, MLX = "adapter_config.json", "adapters.safetensors"
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="only Linux can measure it so"
+)
+
+MEASURE = """
+import json, sys, time
+from pathlib import Path
+from loramux.adapters.formats.reader import read_adapter
+from loramux.errors import AdapterRefused
+from tests.adapter_files import llama_layout
+
+def status(field):
+    text = Path("/proc/self/status").read_text()
+    return int(text.partition(field + ":")[2].split()[0]) * 1024
+
+base = llama_layout()
+for directory in map(Path, sys.argv[1:]):
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, started, text = status("VmRSS"), time.process_time(), ""
+    try:
+        read_adapter("hostile", directory, base, max_rank=64)
+    except AdapterRefused as error:
+        text = str(error)
+    seconds = time.process_time() - started
+    print(json.dumps([directory.name, text, seconds, status("VmHWM") - before]), flush=True)
+"""
+
+
+def header_only(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def packed_pickle() -> bytes:
+    """A zip of 250 kB whose pickle unpacks to 256 MB."""
+    out = io.BytesIO()
+    with (
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file,
+        file.open("archive/data.pkl", "w") as record,
+    ):
+        for _ in range(256):
+            record.write(bytes(10**6))
+    return out.getvalue()
+
+
+def many_records() -> bytes:
+    """A zip that is all directory: a million records that stand at the same place."""
+    listed = zipped({"a": b""})
+    line = listed[listed.index(b"PK\1\2") : listed.index(b"PK\5\6")]
+    start = listed[: listed.index(b"PK\1\2")]
+    size = 10**6 * len(line)
+    return start + line * 10**6 + struct.pack("<4s6xHLLH", b"PK\5\6", 9, size, len(start), 0)
+
+
+def many_tensors() -> bytes:
+    """A sound header of tensors without a byte, each of a module that the base lacks."""
+    tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    names = (f"base_model.model.layers.{i}.mlp.{'x' * 100}.lora_A.weight" for i in range(10_000))
+    return json.dumps(dict.fromkeys(names, tensor), separators=(",", ":")).encode()
+
+
+def sparse(head: bytes, size: int) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(head)
+        os.truncate(path, size)
+
+    return write
+
+
+GIGABYTE = 1 << 30
+Q_PROJ = [f"{PREFIX}model.layers.0.self_attn.q_proj.{part}.weight" for part in ("lora_A", "lora_B")]
+BYTES = {"0": bytes(1024)}
+CODE = Call("builtins", "exec", f"import pathlib; pathlib.Path({str(MARKER)!r}).touch()")
+VIEW = tensor(Storage("0", 256), (1 << 12, 1 << 16), stride=(0, 0))
+
+FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
+    "code": (BIN, torch_file({"a": CODE}), "builtins.exec"),
+    "bytes_by_a_call": (BIN, torch_file({"a": Call("builtins", "bytearray", 10**10)}), "bytearray"),
+    "tensor_by_a_call": (BIN, torch_file({"a": Call("torch", "Tensor", 10**10)}), "torch.Tensor"),
+    "storage_of_a_gigabyte": (
+        BIN,
+        torch_file({"a": tensor(Storage("0", 1 << 28), (1 << 28,))}, {"0": bytes(16)}),
+        "needs a storage",
+    ),
+    "view_of_a_gigabyte": (BIN, torch_file(dict.fromkeys(Q_PROJ, VIEW), BYTES), "is expected"),
+    "packed_pickle": (BIN, packed_pickle(), "compressed"),
+    "pickle_of_marks": (BIN, zipped({"data.pkl": b"(" * (15 << 20)}), "instructions"),
+    "pickle_of_tuples": (BIN, zipped({"data.pkl": b"N" + b"\x85" * (15 << 20)}), "instructions"),
+    "pickle_of_one_text": (
+        BIN,
+        zipped({"data.pkl": b"X" + struct.pack("<L", 15 << 20) + bytes(15 << 20) + b"."}),
+        "no dictionary",
+    ),
+    "pickle_of_a_long_number": (
+        BIN,
+        zipped({"data.pkl": b"\x8b" + struct.pack("<L", 15 << 20) + b"\x7f" * (15 << 20) + b"."}),
+        "instruction",
+    ),
+    "pickle_of_many_digits": (BIN, zipped({"data.pkl": b"L" + b"9" * 10**7 + b"L\n."}), "corrupt"),
+    "many_records": (BIN, many_records(), "too large"),
+    "sparse_bin": (BIN, sparse(torch_file({}), 50 * GIGABYTE), "truncated"),
+    "truncated_bin": (BIN, torch_file({}, {"0": bytes(10**6)})[: 10**6], "truncated"),
+    "bare_pickle": (BIN, program({"a": CODE}), "a pickle"),
+    "header_says_a_gigabyte": (SAFETENSORS, struct.pack("<Q", GIGABYTE) + b"{}", "limit"),
+    "header_of_a_gigabyte": (
+        SAFETENSORS, sparse(struct.pack("<Q", GIGABYTE) + b"{", 2 * GIGABYTE), "limit",
+    ),
+    "header_of_lists": (
+        SAFETENSORS, header_only(b'{"a":[' + b"[]," * 249_000 + b"[]]}"), "does not have",
+    ),
+    "header_of_more_lists": (
+        SAFETENSORS, header_only(b'{"a":[' + b"[]," * 5_000_000 + b"[]]}"), "too large",
+    ),
+    "header_of_names": (
+        SAFETENSORS,
+        header_only(b"{" + b",".join(b'"%06d":0' % i for i in range(499_000)) + b"}"),
+        "does not have dtype",
+    ),
+    "header_of_texts": (
+        SAFETENSORS, header_only(b'{"a":[' + b'"ab",' * 499_000 + b'"ab"]}'), "does not have",
+    ),
+    "header_of_tensors": (SAFETENSORS, header_only(many_tensors()), "no module of"),
+    "header_of_mlx": (MLX, header_only(b'{"a":' + b"[" * (15 << 20)), "too large"),
+    "deep_header": (SAFETENSORS, header_only(b'{"a":' + b"[" * 400_000), "too deep"),
+    "config_of_gigabytes": (CONFIG, sparse(b"{", 50 * GIGABYTE), "too large"),
+    "config_of_spaces": (CONFIG, b"{" + b" " * (16 << 20) + b"}", "too large"),
+    "config_of_lists": (CONFIG, b'{"a":[' + b"[]," * 249_000 + b"[]]}", "peft_type is missing"),
+    "config_of_more_lists": (CONFIG, b'{"a":[' + b"[]," * 1_300_000 + b"[]]}", "too large"),
+    "deep_config": (CONFIG, b'{"a":' * 400_000, "too deep"),
+}  # fmt: skip
+
+
+SOUND = {"view_of_a_gigabyte", "header_of_tensors"}
+"""Files that are sound; what is refused are the tensors that they describe."""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Text of the refusal, seconds of the CPU and growth of the peak of memory for every file."""
+    root = tmp_path_factory.mktemp("hostile")
+    for name, (file, content, _) in FILES.items():
+        directory = root / name
+        directory.mkdir()
+        (directory / CONFIG).write_text(json.dumps(lora_config()))
+        if callable(content):
+            content(directory / file)
+        else:
+            (directory / file).write_bytes(content)
+    MARKER.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *(str(root / name) for name in FILES)],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return {name: rest for name, *rest in rows}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_hostile_file_is_refused_with_its_name_and_reason(
+    name: str, measured: dict[str, list[Any]]
+):
+    file, _, reason = FILES[name]
+    text = measured[name][0]
+    assert reason in text
+    assert file in text or name in SOUND
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_refusal_takes_little_time_and_memory(name: str, measured: dict[str, list[Any]]):
+    _, seconds, growth = measured[name]
+    assert seconds < MAX_SECONDS
+    assert growth < MAX_MEMORY
+
+
+def test_no_code_was_run(measured: dict[str, list[Any]]):
+    assert measured
+    assert not MARKER.exists()
