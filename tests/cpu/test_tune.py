@@ -20,7 +20,7 @@ from loramux.model.load import adopt
 from loramux.ops.tiles import Tiles, choose_tiles
 from loramux.ops.tuning import ROW_BUCKETS, Key, Shape, read_table, write_table
 from loramux.testing import tiny_model
-from loramux.worker import tune
+from loramux.worker import tile_timer, tune
 
 SMALL = {"small": [(64, (32, 8)), (32, (64,))]}
 
@@ -42,8 +42,8 @@ def test_each_bucket_is_measured_at_rows_of_its_own() -> None:
 
 def test_copies_of_a_site_are_larger_than_the_cache() -> None:
     shape = Shape(4096, (4096,))
-    assert tune.copies_for(shape, 50 * 2**20) * shape.in_features * 4096 * 2 >= 4 * 50 * 2**20
-    assert tune.copies_for(Shape(8192, (28672, 28672)), 50 * 2**20) == 2
+    assert tile_timer.copies_for(shape, 50 * 2**20) * shape.in_features * 4096 * 2 >= 4 * 50 * 2**20
+    assert tile_timer.copies_for(Shape(8192, (28672, 28672)), 50 * 2**20) == 2
 
 
 def test_an_unknown_shape_is_refused_with_those_that_are_known() -> None:
@@ -70,7 +70,7 @@ def test_without_a_gpu_the_command_is_used_wrongly(capsys: pytest.CaptureFixture
 class FakeTimer:
     """Likes four splits; knows no tiles for the second shape in long steps."""
 
-    copies: tune.SiteCopies
+    copies: tile_timer.SiteCopies
     num_rows: int
     few: bool
 
@@ -205,9 +205,9 @@ def test_the_search_begins_with_the_rule_s_tiles_for_the_bucket(few: bool, block
 
 
 def test_many_adapters_are_measured_row_by_row_and_few_with_one() -> None:
-    copies = tune.SiteCopies(Shape(8, (8,)), 8, 6, 1, torch.device("cpu"))
+    copies = tile_timer.SiteCopies(Shape(8, (8,)), 8, 6, 1, torch.device("cpu"))
     for num_adapters in (1, 6):
-        step = tune.Step(copies, 20, num_adapters)
+        step = tile_timer.Step(copies, 20, num_adapters)
         slots = step.routing.token_slot.tolist()
         assert slots == [row % num_adapters for row in range(20)]
         # Few count as four; the base makes one segment more, and so do 16 full rows.

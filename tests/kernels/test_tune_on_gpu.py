@@ -10,7 +10,7 @@ import torch
 from loramux.ops.tiles import LONG_FROM, SHORT_ROWS, Tiles, choose_tiles
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
 from loramux.ops.tuning import Shape
-from loramux.worker.tune import SiteCopies, Timer
+from loramux.worker.tile_timer import SiteCopies, Timer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from loramux.ops.tiles import (
 from loramux.ops.triton_lora import TritonOps
 from loramux.ops.tuning import Entry, Key, Shape, Table, TableTiles
 from loramux.types import Slot
-from loramux.worker.tune import SiteCopies, Step
+from loramux.worker.tile_timer import SiteCopies, Step
 from tests.cpu.adapted_linear import AdaptedLinear, assert_close, load_slots
 
 SLOTS = FEW_ADAPTERS + 1
