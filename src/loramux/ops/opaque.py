@@ -55,8 +55,8 @@ def register_lora(ops: AddsLora) -> int:
 
 
 # The ops change more than they say: attention writes keys and values, LoRA uses a workspace.
-# Nothing else in a compiled layer touches these, so no order is lost. For an argument that is
-# declared to change, or is written by plain indexing, the compiler copies the whole cache.
+# Nothing else in a compiled layer touches these, so no order is lost. Where the compiler sees the
+# cache being written (by plain indexing, docs/performance.md), it copies all of it.
 _LIBRARY = torch.library.Library("loramux", "DEF")
 _LIBRARY.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor keys, Tensor values, int backend, int group)"
