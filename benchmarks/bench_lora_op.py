@@ -20,10 +20,11 @@ from triton.runtime.errors import OutOfResources
 from benchmarks.report import finish
 from benchmarks.timing import graph_microseconds
 from benchmarks.workloads import BASE, rows_of
+from loramux.adapters.spec import ModuleShape
 from loramux.lora.routing import Routing
 from loramux.lora.segments import padded_rows
 from loramux.lora.slots import SlotTables
-from loramux.lora.weights import Placement
+from loramux.lora.weights import block_bytes, plain_placements
 from loramux.ops.interface import Site, Slice
 from loramux.ops.layout import ALIGN_BYTES, OFFSET_A, OFFSET_B, RANK, pad
 from loramux.ops.tiles import FEW_ADAPTERS, TileChooser, Tiles
@@ -50,24 +51,20 @@ class Model:
     def __init__(self, num_layers: int, num_slots: int, rank: int, max_tokens: int) -> None:
         device = torch.device("cuda")
         shapes = [
-            (inputs, size) for _ in range(num_layers) for inputs, sizes in SITES.values()
+            ModuleShape(inputs, size)
+            for _ in range(num_layers)
+            for inputs, sizes in SITES.values()
             for size in sizes
-        ]  # fmt: skip
+        ]
         self.tables = SlotTables(len(shapes), num_slots, device)
         self.routing = Routing(num_slots, max_tokens, device)
-        unit = ALIGN_BYTES // DTYPE.itemsize
-        cursor = 0
+        placements = plain_placements(dict(enumerate(shapes)), rank, DTYPE)
+        num_bytes = block_bytes(shapes, rank, DTYPE)
         for slot in range(num_slots):
-            placements = []
-            start = cursor
-            for module, (inputs, size) in enumerate(shapes):
-                offset_a = (cursor - start) // unit
-                offset_b = offset_a + rank * pad(inputs) // unit
-                placements.append(Placement(module, rank, offset_a, offset_b))
-                cursor += rank * pad(inputs) + size * pad(rank)
-            self.tables.set(Slot(slot), placements, start // unit)
+            self.tables.set(Slot(slot), placements, slot * num_bytes // ALIGN_BYTES)
         self.tables.flush()
-        self.arena = torch.randn(cursor, device=device, dtype=DTYPE) * 0.02
+        num_elements = num_slots * num_bytes // DTYPE.itemsize
+        self.arena = torch.randn(num_elements, device=device, dtype=DTYPE) * 0.02
         self.sites: list[tuple[str, Site, Tensor]] = []
         module = 0
         for _ in range(num_layers):

@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from loramux.adapters.spec import PreparedAdapter
 from loramux.config import AdapterOptions, EngineOptions, ModelOptions, SchedulerOptions
 from loramux.engine.build import Parts, assemble
-from loramux.lora.weights import HostCopy, Placement, block_bytes
+from loramux.lora.weights import HostCopy, block_bytes, plain_placements
 from loramux.model.load import adopt
-from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
 from loramux.types import AdapterId
 from loramux.worker.worker import Worker
 
@@ -65,19 +64,13 @@ def add_adapters(parts: Parts, names: Sequence[str], ranks: Sequence[int]) -> No
 def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> PreparedAdapter:
     """A host copy as ``lora.weights.pack`` would lay it out, without files."""
     shapes = worker.modules.shapes
-    placements = []
-    cursor = 0
-    for module, shape in enumerate(shapes):
-        unit = ALIGN_BYTES // worker.dtype.itemsize
-        size_a, size_b = rank * pad(shape.in_features), shape.out_features * pad(rank)
-        placements.append(
-            Placement(module, rank, cursor // unit, (cursor + size_a) // unit, NO_GAIN)
-        )
-        cursor += size_a + size_b
+    num_bytes = block_bytes(shapes, rank, worker.dtype)
     generator = torch.Generator("cuda").manual_seed(seed)
-    block = torch.randn(cursor, generator=generator, device="cuda") * 0.02
-    copy = HostCopy(block.to(worker.dtype).cpu().pin_memory(), tuple(placements))
-    assert copy.num_bytes == block_bytes(shapes, rank, worker.dtype)
+    block = torch.randn(num_bytes // worker.dtype.itemsize, generator=generator, device="cuda")
+    copy = HostCopy(
+        (block * 0.02).to(worker.dtype).cpu().pin_memory(),
+        plain_placements(dict(enumerate(shapes)), rank, worker.dtype),
+    )
     return PreparedAdapter(AdapterId(adapter_id), copy.num_bytes, rank, (), copy)
 
 

@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.spec import LoraSpec, ModuleDelta, ModuleShape
-from loramux.lora.weights import HostCopy, ModuleTable, Placement, block_bytes, dora_gain, pack
+from loramux.lora.weights import (
+    HostCopy,
+    ModuleTable,
+    Placement,
+    block_bytes,
+    dora_gain,
+    pack,
+    plain_placements,
+)
 from loramux.ops.layout import ALIGN_BYTES, pad
 
 SHAPES = {"q": ModuleShape(53, 41), "k": ModuleShape(64, 8), "v": ModuleShape(1, 3)}
@@ -156,6 +164,7 @@ def test_block_bytes_foretells_the_size_of_a_plain_adapter(dtype: torch.dtype) -
     tensors |= {d.b: torch.ones(SHAPES[d.module].out_features, 12) for d in deltas}
     copy = pack(LoraSpec(tuple(deltas)), tensors, MODULES, dtype, base_weight)
     assert copy.num_bytes == block_bytes(MODULES.shapes, 12, dtype)
+    assert copy.placements == plain_placements(dict(enumerate(MODULES.shapes)), 12, dtype)
     assert copy.max_rank == 12
 
 

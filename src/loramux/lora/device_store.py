@@ -22,7 +22,7 @@ class DeviceStore:
     """Blocks of adapter weights in one allocation; starts and lengths count in elements.
 
     The caller keeps the sum of all blocks within ``num_elements``. When a block fits only after
-    the free room is brought together, the others are moved: ``allocate`` says which slots did.
+    the free room is brought together, the others are moved: ``load`` says which slots did.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Routing:
         self.sorted_rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
         self.slot_start = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
         self._segments = SegmentBuffers(num_slots, max_tokens, device, self._uploads)
-        self.adapter_rows = torch.empty(0, dtype=torch.int64, device=device)
+        self._adapter_rows: torch.Tensor | None = None
         self.num_tokens = 0
         self.segments: tuple[Segment, ...] = ()
         """Host copy of the sorted order's runs; empty when only the base takes part."""
@@ -46,6 +46,15 @@ class Routing:
     def device_segments(self) -> SegmentBuffers:
         """The same for kernels: short segments in buffers on the device."""
         return self._segments
+
+    @property
+    def adapter_rows(self) -> torch.Tensor:
+        """int64: ``sorted_rows`` without the base's, for torch's own indexing. Kernels need none of
+        it, so it is made when a step first asks."""
+        if self._adapter_rows is None:
+            end = self.segments[-1].end if self.segments else 0
+            self._adapter_rows = self.sorted_rows[:end].long()
+        return self._adapter_rows
 
     def fill(
         self,
@@ -78,7 +87,7 @@ class Routing:
             for slot in np.flatnonzero(counts[: self.num_slots]).tolist()
         )
         assert not few or len(self.segments) <= FEW_ADAPTERS, "these adapters are not few"
-        num_adapter_rows = self.segments[-1].end if self.segments else 0
+        self._adapter_rows = None
         if self._flushes:
             self._uploads.begin_step()
         self._segments.fill(starts, few=few)
@@ -87,4 +96,3 @@ class Routing:
         self._uploads.copy(self.slot_start, starts)
         if self._flushes:
             self._uploads.flush()
-        self.adapter_rows = self.sorted_rows[:num_adapter_rows].long()

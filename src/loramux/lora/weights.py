@@ -141,6 +141,20 @@ def block_bytes(shapes: Sequence[ModuleShape], rank: int, dtype: torch.dtype) ->
     return elements * dtype.itemsize
 
 
+def plain_placements(
+    shapes: Mapping[int, ModuleShape], rank: int, dtype: torch.dtype
+) -> tuple[Placement, ...]:
+    """Where ``pack`` puts a plain adapter of one rank on these modules (rows of the table)."""
+    unit = ALIGN_BYTES // dtype.itemsize
+    placements: list[Placement] = []
+    cursor = 0
+    for module, shape in shapes.items():
+        start_b = cursor + rank * pad(shape.in_features)
+        placements.append(Placement(module, rank, cursor // unit, start_b // unit))
+        cursor = start_b + shape.out_features * pad(rank)
+    return tuple(placements)
+
+
 def _num_elements(deltas: Sequence[ModuleDelta], shape: ModuleShape) -> tuple[int, int, int]:
     rank = sum(delta.rank for delta in deltas)
     a = rank * pad(shape.in_features)

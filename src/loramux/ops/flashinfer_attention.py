@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,6 +15,7 @@ from torch import Tensor, nn
 
 from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence, StepKind
 from loramux.ops.opaque import attend, register_attention
+from loramux.ops.pages import Pages
 from loramux.ops.triton_kv import write_kv
 from loramux.ops.upload import Uploads
 
@@ -25,28 +24,6 @@ _WORKSPACE_BYTES = 128 * 2**20
 _PLAN_BYTES = 8 * 2**20
 _TENSOR_CORES_FROM = 4
 """Query heads of one key head from which on FlashInfer's tensor-core kernel decodes faster."""
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """A step's block tables in FlashInfer's form, on the host."""
-
-    row_start: np.ndarray
-    """``[sequences + 1]`` int32: first row of each sequence."""
-    block_start: np.ndarray
-    """``[sequences + 1]`` int32: first entry of each sequence in ``blocks``."""
-    blocks: np.ndarray
-    last_block_tokens: np.ndarray
-
-    def padded(self, num_sequences: int) -> _Pages:
-        """The same with sequences behind that have neither rows nor blocks."""
-        missing = num_sequences - len(self.last_block_tokens)
-        return _Pages(
-            np.pad(self.row_start, (0, missing), mode="edge"),
-            np.pad(self.block_start, (0, missing), mode="edge"),
-            self.blocks,
-            np.pad(self.last_block_tokens, (0, missing)),
-        )
 
 
 class FlashInferAttention:
@@ -139,10 +116,8 @@ class FlashInferAttention:
         used_rows = sum(s.num_tokens for s in sequences)
         num_padding = 0 if num_rows is None else num_rows - used_rows
         sequences = [*sequences, *self._padding(used_rows, num_padding, kind)]
-        self._uploads.copy(
-            self._cache_rows, np.concatenate([self._cache_rows_of(s) for s in sequences])
-        )
-        pages = self._pages(sequences)
+        pages = Pages.of(sequences, self._block_size)
+        self._uploads.copy(self._cache_rows, pages.new_rows())
         self._uploads.copy(self._blocks, pages.blocks)
         self._active = [self._plan(group, pages, kind) for group in range(len(self._groups))]
         self._planned.record()
@@ -162,26 +137,7 @@ class FlashInferAttention:
         write_kv(k, v, keys, values, self._cache_rows)
         return self._active[group].run(q.contiguous(), (keys, values))
 
-    def _cache_rows_of(self, sequence: AttentionSequence) -> np.ndarray:
-        """Cache row of each new token, ``[num_tokens]`` int64."""
-        places = np.arange(sequence.num_cached, sequence.num_cached + sequence.num_tokens)
-        table = np.asarray(sequence.block_table, dtype=np.int64)
-        return table[places // self._block_size] * self._block_size + places % self._block_size
-
-    def _pages(self, sequences: Sequence[AttentionSequence]) -> _Pages:
-        lengths = np.array([s.num_cached + s.num_tokens for s in sequences], dtype=np.int32)
-        counts = -(-lengths // self._block_size)
-        blocks = chain.from_iterable(
-            s.block_table[:count] for s, count in zip(sequences, counts.tolist(), strict=True)
-        )
-        return _Pages(
-            row_start=_starts(np.array([s.num_tokens for s in sequences], dtype=np.int32)),
-            block_start=_starts(counts),
-            blocks=np.fromiter(blocks, dtype=np.int32, count=int(counts.sum())),
-            last_block_tokens=(lengths - 1) % self._block_size + 1,
-        )
-
-    def _plan(self, group: int, pages: _Pages, kind: StepKind) -> Any:
+    def _plan(self, group: int, pages: Pages, kind: StepKind) -> Any:
         """FlashInfer's wrapper that computes a group's layers in this step."""
         if kind is StepKind.EAGER:
             return self._plan_prefill(self._prefill[group], group, pages)
@@ -189,7 +145,7 @@ class FlashInferAttention:
             return self._plan_mixed(group, pages)
         return self._plan_decode(group, pages)
 
-    def _plan_decode(self, group: int, pages: _Pages) -> Any:
+    def _plan_decode(self, group: int, pages: Pages) -> Any:
         bucket = len(pages.last_block_tokens)
         if (group, bucket) not in self._decode:
             self._decode[group, bucket] = self._new_decode(group, bucket)
@@ -219,7 +175,7 @@ class FlashInferAttention:
         wrapper.reset_workspace_buffer(self._workspace, self._plans[group])
         return wrapper
 
-    def _plan_mixed(self, group: int, pages: _Pages) -> Any:
+    def _plan_mixed(self, group: int, pages: Pages) -> Any:
         num_rows = int(pages.row_start[-1])
         if (group, num_rows) not in self._mixed:
             self._mixed[group, num_rows] = self._new_mixed(group)
@@ -242,7 +198,7 @@ class FlashInferAttention:
         wrapper.reset_workspace_buffer(self._workspace, self._plans[group])
         return wrapper
 
-    def _plan_prefill(self, wrapper: Any, group: int, pages: _Pages) -> Any:
+    def _plan_prefill(self, wrapper: Any, group: int, pages: Pages) -> Any:
         options = self._plan_options(group)
         options["head_dim_qk"] = options.pop("head_dim")
         wrapper.plan(
@@ -289,10 +245,3 @@ class _Layer(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, self.keys, self.values, self.backend, self.group)
-
-
-def _starts(counts: np.ndarray) -> np.ndarray:
-    """Prefix sums, one longer than the counts."""
-    starts = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=starts[1:])
-    return starts

@@ -69,13 +69,16 @@ class Routing(Protocol):
     token_slot: Tensor
     sorted_rows: Tensor
     slot_start: Tensor
-    adapter_rows: Tensor
-    """int64: ``sorted_rows`` without the base's, for torch's own indexing."""
     num_tokens: int
     segments: tuple[Segment, ...]
     """Host copy of the sorted order's runs; empty when only the base takes part."""
     in_order: bool
     """The rows stand in sorted order already, so ``sorted_rows`` is 0, 1, 2, …"""
+
+    @property
+    def adapter_rows(self) -> Tensor:
+        """int64: ``sorted_rows`` without the base's, for torch's own indexing."""
+        ...
 
     @property
     def device_segments(self) -> DeviceSegments: ...

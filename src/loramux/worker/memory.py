@@ -13,9 +13,8 @@ from torch import nn
 from loramux.adapters.spec import PreparedAdapter
 from loramux.config import BLOCK_SIZE, StepLimits
 from loramux.errors import ConfigError
-from loramux.lora.weights import HostCopy, Placement, block_bytes
+from loramux.lora.weights import HostCopy, block_bytes, plain_placements
 from loramux.ops.attention import AttentionLayer
-from loramux.ops.layout import ALIGN_BYTES, pad
 from loramux.plan import Sample, SequenceStep, SlotClear, SlotLoad, StepPlan
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot
 from loramux.worker.graphs import GraphKey
@@ -212,7 +211,5 @@ def _smallest_adapter(worker: Worker) -> PreparedAdapter:
     module = min(range(len(shapes)), key=lambda i: block_bytes([shapes[i]], 1, worker.dtype))
     num_bytes = block_bytes([shapes[module]], 1, worker.dtype)
     block = torch.zeros(num_bytes // worker.dtype.itemsize, dtype=worker.dtype, pin_memory=True)
-    offset_b = pad(shapes[module].in_features) * worker.dtype.itemsize // ALIGN_BYTES
-    placement = Placement(module, rank=1, offset_a=0, offset_b=offset_b)
-    copy = HostCopy(block, (placement,))
+    copy = HostCopy(block, plain_placements({module: shapes[module]}, 1, worker.dtype))
     return PreparedAdapter(AdapterId("largest-step"), num_bytes, 1, (), copy)

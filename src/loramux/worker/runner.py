@@ -110,9 +110,9 @@ class EagerRunner:
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
     ) -> Tensor:
         context, slots = self._context, [s.slot for s in sequences]
-        few = _are_few(slots, context)
+        max_rank, few = _mix_of(slots, context)
         context.routing.fill(slots, [len(s.token_ids) for s in sequences], few=few)
-        context.ops.begin_step(max(context.tables.max_rank[slot] for slot in slots), few=few)
+        context.ops.begin_step(max_rank, few=few)
         self._backend.begin_step(inputs.attention)
         device = self._base.model.device
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
@@ -252,12 +252,11 @@ class CapturedRunner:
 
     def _key(self, num_rows: int, sequences: Sequence[SequenceStep], kind: StepKind) -> GraphKey:
         tables, slots = self._context.tables, {s.slot for s in sequences}
-        max_rank = max((tables.max_rank[slot] for slot in slots), default=0)
+        max_rank, few = _mix_of(slots, self._context)
         if max_rank == 0:
             return GraphKey(num_rows, Form.NONE, kind=kind)
         gain = any(tables.has_gain[slot] for slot in slots)
         form = Form.IN_PLACE if gain else Form.BESIDE
-        few = _are_few(slots, self._context)
         return GraphKey(num_rows, form, self._ops.bucket_of(max_rank), few, kind)
 
     def _set_up(self, key: GraphKey, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> None:
@@ -317,6 +316,8 @@ def graph_kind(inputs: StepInputs, num_sequences: int) -> StepKind | None:
     return StepKind.MIXED if len(inputs.logit_rows) <= num_sequences else None
 
 
-def _are_few(slots: Iterable[Slot], context: LoraContext) -> bool:
-    """Whether few adapters take part; the base is none of them."""
-    return len({*slots} - {context.routing.num_slots}) <= FEW_ADAPTERS
+def _mix_of(slots: Iterable[Slot], context: LoraContext) -> tuple[int, bool]:
+    """The largest rank of a step, and whether few adapters take part; the base is none of them."""
+    adapters = {*slots} - {context.routing.num_slots}
+    max_rank = max((context.tables.max_rank[slot] for slot in adapters), default=0)
+    return max_rank, len(adapters) <= FEW_ADAPTERS

@@ -22,11 +22,12 @@ import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
+from loramux.adapters.spec import ModuleShape
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
-from loramux.lora.weights import Placement
+from loramux.lora.weights import block_bytes, plain_placements
 from loramux.ops.interface import Site, Slice
-from loramux.ops.layout import ALIGN_BYTES, pad
+from loramux.ops.layout import ALIGN_BYTES
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.tiles import FEW_ADAPTERS, LONG_FROM, FixedTiles, Tiles
 from loramux.ops.triton_lora import Launch, TritonOps, compile_kernel, run_kernel
@@ -88,19 +89,17 @@ class SiteCopies:
     def _place_adapters(self) -> int:
         """Give every adapter its place; the arena's length."""
         unit = ALIGN_BYTES // self.dtype.itemsize
-        end = 0
+        shapes = {
+            part.module: ModuleShape(self.shape.in_features, part.size)
+            for site in self.sites
+            for part in site.slices
+        }
+        placements = plain_placements(shapes, self.rank, self.dtype)
+        length = block_bytes(list(shapes.values()), self.rank, self.dtype) // self.dtype.itemsize
         for slot in range(self.num_slots):
-            start, placements = end, list[Placement]()
-            for part in itertools.chain(*(site.slices for site in self.sites)):
-                offset_a = end - start
-                offset_b = offset_a + self.rank * pad(self.shape.in_features)
-                end = start + offset_b + part.size * pad(self.rank)
-                placements.append(
-                    Placement(part.module, self.rank, offset_a // unit, offset_b // unit)
-                )
-            self.tables.set(Slot(slot), placements, start // unit)
+            self.tables.set(Slot(slot), placements, slot * length // unit)
         self.tables.flush()
-        return end
+        return self.num_slots * length
 
 
 class Step:
