@@ -13,6 +13,7 @@ from loramux.model.compile import MIN_ROWS
 from loramux.ops.attention import StepKind
 from loramux.ops.tiles import FEW_ADAPTERS
 from loramux.ops.tuning import ROW_BUCKETS, bucket_of
+from loramux.worker.capture import capture, rehearse
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +104,7 @@ class StepGraphs:
     def rehearse(self, key: GraphKey) -> None:
         """Run an empty step once, for what is made at a first call."""
         self._prepare(key)
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._forward(key)
-        torch.cuda.current_stream().wait_stream(self._stream)
+        rehearse(lambda: self._forward(key), self._stream)
 
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._graphs
@@ -114,16 +112,12 @@ class StepGraphs:
     def capture(self, key: GraphKey) -> None:
         """Capture an empty step; its buffers are left set up for that."""
         self.rehearse(key)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Not by torch.cuda.graph, which collects garbage each time: that takes longer than this.
-        with torch.cuda.stream(self._stream):
-            # Other threads may use CUDA meanwhile: one that reads an adapter pins memory for it.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def run() -> None:
             logits = self._forward(key)
             self._logits[: len(logits)].copy_(logits)
-            graph.capture_end()
-        self._graphs[key] = graph
+
+        self._graphs[key] = capture(run, self._stream, self._pool)
 
     def replay(self, key: GraphKey) -> Tensor:
         """Run a captured step; its logits ``[rows, vocab]``, good until the next replay."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -33,14 +31,12 @@ from loramux.ops.tiles import FEW_ADAPTERS, LONG_FROM, FixedTiles, Tiles
 from loramux.ops.triton_lora import Launch, TritonOps, compile_kernel, run_kernel
 from loramux.ops.tuning import Shape
 from loramux.types import Slot
+from loramux.worker.capture import capture, rehearse, replay_microseconds
 
 _CACHE_ROUNDS = 4
 """Bytes of base weights between two uses of a copy, in sizes of the GPU's cache."""
 _PRODUCTS = 24
 """Base products in one graph, at least; a quarter of it in long steps."""
-_REPLAYS = 9
-_WARM_UP_SECONDS = 0.02
-"""The GPU's clocks fall while the host compiles."""
 _MAX_ERROR = 2e-2
 """Of a delta, relative to its size; bfloat16 rounds twice on the way."""
 
@@ -186,8 +182,7 @@ class Timer:
         wanted = _PRODUCTS // (1 if num_rows < LONG_FROM else 4)
         self._num_products = max(wanted, len(copies.sites))
         self._stream = torch.cuda.Stream(copies.device)
-        graph = self._capture(lambda: self._step.base(self._num_products))
-        self._base = _replay_microseconds(graph)
+        self._base = self._microseconds(lambda: self._step.base(self._num_products))
 
     def prepare(self, candidates: Sequence[Tiles]) -> None:
         """Compile them, as many at a time as there are processors."""
@@ -207,40 +202,13 @@ class Timer:
         try:
             # By now the kernels must be loaded, which is not possible within a capture.
             error = step.error(ops)
-            graph = self._capture(lambda: step.beside(ops, self._num_products))
+            whole = self._microseconds(lambda: step.beside(ops, self._num_products))
         except (OutOfResources, PTXASError):
             return None
         assert error < _MAX_ERROR, f"{tiles} are wrong by {error:.1e}"
-        return round((_replay_microseconds(graph) - self._base) / self._num_products, 2)
+        return round((whole - self._base) / self._num_products, 2)
 
-    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """What ``run`` launches; it runs once before, for what is made at a first call."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Not by torch.cuda.graph, which collects garbage each time: that takes longer than this.
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin()
-            run()
-            graph.capture_end()
-        return graph
-
-
-def _replay_microseconds(graph: torch.cuda.CUDAGraph) -> float:
-    """The median of some replays."""
-    started = time.perf_counter()
-    while time.perf_counter() - started < _WARM_UP_SECONDS:
-        graph.replay()
-        torch.cuda.synchronize()
-    times: list[float] = []
-    for _ in range(_REPLAYS):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
+    def _microseconds(self, run: Callable[[], None]) -> float:
+        """Of all that ``run`` launches, captured."""
+        rehearse(run, self._stream)
+        return replay_microseconds(capture(run, self._stream))
