@@ -1,0 +1,54 @@
+"""Captures what is launched into a CUDA graph, and times replays."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_WARM_UP_SECONDS = 0.02
+"""The GPU's clocks fall while the host compiles."""
+
+
+def rehearse(run: Callable[[], object], stream: torch.cuda.Stream) -> None:
+    """Run once on the stream of the capture, for what is made at a first call."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def capture(
+    run: Callable[[], object], stream: torch.cuda.Stream, pool: Any = None
+) -> torch.cuda.CUDAGraph:
+    """The launches of ``run``, which must have run before; ``pool`` is shared with other graphs."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # Not by torch.cuda.graph, which collects garbage each time: that takes longer than this.
+    with torch.cuda.stream(stream):
+        # Other threads may use CUDA meanwhile: one that reads an adapter pins memory for it.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+    return graph
+
+
+def replay_microseconds(graph: torch.cuda.CUDAGraph, replays: int = 9) -> float:
+    """The median of some replays, once the clocks are up."""
+    started = time.perf_counter()
+    while time.perf_counter() - started < _WARM_UP_SECONDS:
+        graph.replay()
+        torch.cuda.synchronize()
+    times: list[float] = []
+    for _ in range(replays):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    return statistics.median(times)
