@@ -63,7 +63,7 @@ def add_adapters(parts: Parts, names: Sequence[str], ranks: Sequence[int]) -> No
 
 def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> PreparedAdapter:
     """A host copy as ``lora.weights.pack`` would lay it out, without files."""
-    shapes = worker.modules.shapes
+    shapes = worker.layer_shapes
     num_bytes = block_bytes(shapes, rank, worker.dtype)
     generator = torch.Generator("cuda").manual_seed(seed)
     block = torch.randn(num_bytes // worker.dtype.itemsize, generator=generator, device="cuda")

@@ -5,22 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 DEFERRED = {
-    "bias_all": "bias=all",
-    "bias_lora_only": "bias=lora_only",
-    "bias_lora_only_none_there": "bias=lora_only",
-    "lora_bias": "lora_bias",
-    "lora_bias_no_base_bias": "lora_bias",
-    "save_lm_head": "modules_to_save",
-    "save_embed_lm_head": "modules_to_save",
-    "save_norms": "modules_to_save",
-    "lora_embed": "embed_tokens",
-    "lora_embed_no_base_copy": "embed_tokens",
-    "lora_lm_head": "lm_head",
-    "lora_lm_head_tied": "lm_head",
-    "lora_embed_tied": "embed_tokens",
-    "lora_embed_tied_ensured": "embed_tokens",
-    "token_indices": "trainable_token_indices",
-    "token_indices_tied": "trainable_token_indices",
     "added_tokens": "embedding",
     "moe_parameters": "target_parameters",
     "moe_parameters_down_only": "target_parameters",

@@ -19,7 +19,7 @@ from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.mlx_config import MlxConfig
 from loramux.adapters.formats.module_names import never_served
 from loramux.adapters.formats.peft_config import CONFIG_FILE, PeftConfig
-from loramux.adapters.formats.peft_keys import Part, parse_key
+from loramux.adapters.formats.peft_keys import DeltaKey, Part, parse_key
 from loramux.adapters.formats.peft_patterns import BadPattern
 from loramux.adapters.formats.safetensors_header import TensorEntry
 from loramux.adapters.formats.weight_files import MLX_FILE, read_entries, weight_file_of
@@ -44,8 +44,8 @@ MOST_OF_ENERGY = 0.9
 
 _NO_BASE = "its base"
 
-PackedBytes = Callable[[LoraSpec, Mapping[str, ModuleShape], str], int]
-"""Spec, shapes of the base's modules, dtype -> bytes of the adapter's block."""
+PackedBytes = Callable[[LoraSpec, BaseLayout, str], int]
+"""Spec, the base, dtype -> bytes of the adapter's block."""
 
 
 def inspect_adapter(
@@ -80,7 +80,7 @@ def inspect_adapter(
         else:
             modules = tuple(_told_by_spec(loaded.spec, use_rslora=bool(found.use_rslora)))
             modules = tuple(_measured(modules, loaded, base)) if measure else modules
-            block = packed_bytes(loaded.spec, layout.modules, dtype)
+            block = packed_bytes(loaded.spec, layout, dtype)
             tiers = TierBytes(_file_bytes(entries), block, dtype)
             found = replace(found, verdict="serveable", unusual=loaded.spec.warnings)
         found = replace(found, modules=modules, layers=tuple(_layers(modules)), bytes=tiers)
@@ -148,7 +148,7 @@ def _shapes(entries: Mapping[str, TensorEntry]) -> Mapping[str, Mapping[Part, tu
     found: dict[str, dict[Part, tuple[int, ...]]] = defaultdict(dict)
     for key, entry in entries.items():
         parsed = parse_key(key)
-        if parsed is not None:
+        if isinstance(parsed, DeltaKey):
             found[parsed.path][parsed.part] = entry.shape
     return found
 

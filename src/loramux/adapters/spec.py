@@ -57,15 +57,26 @@ class BaseLayout:
     """What transformers calls the family of the text model."""
     fusions: tuple[Fusion, ...] = ()
     """Linears that adapters may have in one where this base has them apart, and the reverse."""
+    replaceable: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
+    """Modules of whose parameters an adapter may bring its own values: shapes by ``weight`` and
+    ``bias``, as the module holds them."""
+    embedding: str | None = None
+    """The module that turns tokens into vectors. As a linear it reads one-hot vectors, so its
+    ``in_features`` is the size of the vocabulary."""
+    head: str | None = None
+    """The linear that turns vectors into logits."""
+    tied: bool = False
+    """Embedding and head have one weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleDelta:
-    """``y = g * (W x + scale * B A x) + bias`` on one module; ``g`` is 1 unless there is DoRA.
+    """``y = g * (W x + scale * B A x) + bias + scale * c`` on one module.
 
-    ``a``, ``b`` and ``magnitude`` are names of the adapter's tensors: A ``[rank, in]``, B
-    ``[out, rank]``, DoRA magnitude ``[out]``. Where the adapter's linears are fused otherwise than
-    the base's, the delta changes some rows of ``y``, or takes some rows of B and of the magnitude.
+    ``a``, ``b``, ``magnitude`` and ``b_bias`` are names of the adapter's tensors: A ``[rank, in]``,
+    B ``[out, rank]``, DoRA magnitude ``[out]``, and c ``[out]``, the bias of B. Without a magnitude
+    ``g`` is 1. Where the adapter's linears are fused otherwise than the base's, the delta changes
+    some rows of ``y``, or takes some rows of B, of the magnitude and of c.
     """
 
     module: str
@@ -78,6 +89,7 @@ class ModuleDelta:
     """Rows of ``y`` that change; None: all."""
     stored_rows: tuple[range, ...] = ()
     """Rows of B and of the magnitude that are meant, in this order; none: all, as they are."""
+    b_bias: str | None = None
 
     def pick(self, stored: Tensor) -> list[Tensor]:
         """The rows of B or of the magnitude that are meant, as pieces to be put together."""
@@ -86,12 +98,25 @@ class ModuleDelta:
         return [stored[rows.start : rows.stop] for rows in self.stored_rows]
 
 
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """Values of the adapter's own for a parameter of the base (PEFT: modules_to_save, bias)."""
+
+    module: str
+    parameter: str
+    """``weight`` or ``bias``"""
+    tensor: str
+    rows: tuple[int, ...] | None = None
+    """Rows that the tensor has, in its order; None: all of the parameter's."""
+
+
 @dataclass(frozen=True)
 class LoraSpec:
     """A whole adapter: every tensor of it is used, and no row of a module changes twice."""
 
     deltas: tuple[ModuleDelta, ...]
     warnings: tuple[str, ...] = field(default=())
+    replacements: tuple[Replacement, ...] = ()
 
     def by_module(self) -> dict[str, tuple[ModuleDelta, ...]]:
         """Several deltas of one module change different rows of it; their ranks add up."""
@@ -99,6 +124,12 @@ class LoraSpec:
         for delta in self.deltas:
             grouped[delta.module] = (*grouped.get(delta.module, ()), delta)
         return grouped
+
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        """All tensors that the adapter is made of."""
+        deltas = (name for d in self.deltas for name in (d.a, d.b, d.magnitude, d.b_bias))
+        return frozenset(name for name in deltas if name) | {r.tensor for r in self.replacements}
 
     @property
     def max_rank(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from loramux.adapters.inspected import ReferenceBase
 from loramux.adapters.inspection import inspect_adapter
 from loramux.adapters.sources import find_directory
-from loramux.adapters.spec import LoraSpec, ModuleShape
+from loramux.adapters.spec import BaseLayout, LoraSpec
 from loramux.cli.inspection_text import lines, plot
 from loramux.config import AdapterOptions
 from loramux.errors import AdapterError, ConfigError
@@ -85,9 +84,9 @@ def _reference(path: str) -> ReferenceBase:
     )
 
 
-def _packed_bytes(spec: LoraSpec, shapes: Mapping[str, ModuleShape], dtype: str) -> int:
+def _packed_bytes(spec: LoraSpec, layout: BaseLayout, dtype: str) -> int:
     import torch
 
     from loramux.lora.weights import packed_bytes
 
-    return packed_bytes(spec, shapes, getattr(torch, dtype))
+    return packed_bytes(spec, layout, getattr(torch, dtype))

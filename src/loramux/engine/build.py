@@ -184,7 +184,7 @@ def assemble(
         arena=worker.arena_bytes,
         num_slots=num_slots,
         adapters={
-            rank: block_bytes(anatomy.modules.shapes, rank, model.dtype) for rank in _REPORTED_RANKS
+            rank: block_bytes(anatomy.layer_shapes, rank, model.dtype) for rank in _REPORTED_RANKS
         },
         gpu=None if use is None else _gpu_memory(use, limits, backends, captured),
     )
@@ -241,5 +241,5 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def _arena_bytes(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:
     if options.adapters.device_cache is not None:
         return parse_bytes(options.adapters.device_cache)
-    one = block_bytes(anatomy.modules.shapes, _DEFAULT_RANK, model.dtype)
+    one = block_bytes(anatomy.layer_shapes, _DEFAULT_RANK, model.dtype)
     return options.adapters.max_loras * one

@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from loramux.lora.own import OwnParts
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.ops.interface import LoraOps, Site
-from loramux.ops.opaque import linear, lora_beside, lora_in_place
+from loramux.ops.opaque import linear, lora_beside, lora_in_place, own_rows
 
 
 class Form(Enum):
@@ -23,6 +25,8 @@ class Form(Enum):
     """The delta is computed next to the base's product and added by whoever reads the sum."""
     IN_PLACE = "in place"
     """After the base's product, which DoRA's gain multiplies."""
+    OWN = "own"
+    """In place, and with the parts of their own that some adapters have (``lora.own``)."""
 
 
 @dataclass
@@ -40,6 +44,9 @@ class LoraContext:
     arena: Tensor
     tables: SlotTables
     routing: Routing
+    own: OwnParts
+    head_routing: Routing
+    """The same for the rows whose logits are computed; filled where an adapter needs it."""
     opaque_ops: int | None = None
     """Where layers are compiled: the number by which ``ops.opaque`` finds the op."""
     form: StepForm = field(default_factory=StepForm)
@@ -48,11 +55,13 @@ class LoraContext:
 class LoraLinear(nn.Module):
     """Wraps whatever linear is there (plain, transposed, quantised)."""
 
-    def __init__(self, base: nn.Module, site: Site, context: LoraContext) -> None:
+    def __init__(self, base: nn.Module, site: Site, context: LoraContext, place: int) -> None:
+        """``place``: of the site's members among the own parts."""
         super().__init__()
         self.base = base
         self.site = site
         self.context = context
+        self.place = place
 
     @property
     def weight(self) -> Tensor:
@@ -67,6 +76,8 @@ class LoraLinear(nn.Module):
             y_rows, x_rows = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
             assert x_rows.shape[0] == ctx.routing.num_tokens, "a site must see every row of a step"
             ctx.ops.lora_add_(y_rows, x_rows, self.site, ctx.arena, ctx.tables, ctx.routing)
+            if ctx.own.active:
+                ctx.own.change(self.place, y_rows, x_rows)
         return y
 
 
@@ -76,14 +87,18 @@ class CompiledLoraLinear(nn.Module):
     All that is particular to one layer is a tensor, so that layers share their compilation.
     """
 
-    def __init__(self, base: nn.Module, weight: Tensor, site: Site, context: LoraContext) -> None:
-        """weight ``[out, in]``, which may be a view of the base's."""
+    def __init__(
+        self, base: nn.Module, weight: Tensor, site: Site, context: LoraContext, place: int
+    ) -> None:
+        """weight ``[out, in]``, which may be a view of the base's; ``place`` as in LoraLinear."""
         super().__init__()
         self.base = base
         self.sizes = [part.size for part in site.slices]
         assert context.opaque_ops is not None, "this LoRA op cannot run inside compiled layers"
         self.ops = context.opaque_ops
         self.form = context.form
+        self.own = context.own.number
+        self.register_buffer("place", torch.tensor(place), persistent=False)
         first = site.slices[0].module
         self.register_buffer("rows", weight, persistent=False)
         self.register_buffer("bias", site.bias, persistent=False)
@@ -106,4 +121,6 @@ class CompiledLoraLinear(nn.Module):
             y = y + delta
         else:
             y = lora_in_place(rows, self.rows, self.bias, self.table, self.sizes, self.ops)
+            if form is Form.OWN:
+                y = own_rows(y, rows, self.place, self.own)
         return y.view(*x.shape[:-1], -1)

@@ -56,6 +56,12 @@ class Routing:
             self._adapter_rows = self.sorted_rows[:end].long()
         return self._adapter_rows
 
+    def rows_of(self, segment: Segment) -> slice | torch.Tensor:
+        """A segment's rows as they stand in the step, for torch's own indexing."""
+        if self.in_order:
+            return slice(segment.start, segment.end)
+        return self.adapter_rows[segment.start : segment.end]
+
     def fill(
         self,
         slots: Sequence[Slot],

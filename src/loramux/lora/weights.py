@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from loramux.adapters.spec import LoraSpec, ModuleDelta, ModuleShape
+from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
+from loramux.lora.own_weights import OwnTensor, OwnValues, own_elements
 from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
 
 
@@ -45,6 +46,8 @@ class HostCopy:
 
     block: Tensor
     placements: tuple[Placement, ...]
+    own: tuple[OwnTensor, ...] = ()
+    """What is there beside LoRA, behind it in the block."""
 
     @property
     def num_bytes(self) -> int:
@@ -66,9 +69,10 @@ def pack(
     dtype: torch.dtype,
     base_weight: BaseWeight,
     *,
+    own: Sequence[OwnValues] = (),
     pinned: bool = False,
 ) -> HostCopy:
-    """One block, laid out as ``ops/layout.py`` says, with the scale folded into B.
+    """One block, laid out as ``ops/layout.py`` says, with the scale folded into B; then ``own``.
 
     Deltas on different rows of one module become one: the A's stand one below the other, and each
     B in its own rows and columns, zero elsewhere. Rows without a magnitude have the gain 1.
@@ -78,7 +82,8 @@ def pack(
     index = modules.index()
     groups = sorted((index[name], deltas) for name, deltas in spec.by_module().items())
     sizes = [_num_elements(deltas, modules.shapes[module]) for module, deltas in groups]
-    block = torch.zeros(sum(map(sum, sizes)), dtype=dtype, pin_memory=pinned)
+    own_size = sum(pad(values.values.numel()) for values in own)
+    block = torch.zeros(sum(map(sum, sizes)) + own_size, dtype=dtype, pin_memory=pinned)
     unit = ALIGN_BYTES // block.element_size()
     placements = []
     cursor = 0
@@ -109,7 +114,18 @@ def pack(
                 has_gain=size[2] > 0,
             )
         )
-    return HostCopy(block, tuple(placements))
+    return HostCopy(block, tuple(placements), tuple(_place_own(own, block, cursor)))
+
+
+def _place_own(own: Sequence[OwnValues], block: Tensor, cursor: int) -> Iterator[OwnTensor]:
+    """Put values of the adapter's own into a block, from an element on."""
+    for values in own:
+        placed = OwnTensor(
+            values.module, values.kind, cursor, tuple(values.values.shape), values.rows
+        )
+        placed.view(block).copy_(values.values)
+        cursor += pad(values.values.numel())
+        yield placed
 
 
 def _consecutive(deltas: Sequence[ModuleDelta]) -> list[slice]:
@@ -128,11 +144,11 @@ def dora_gain(weight: Tensor, a: Tensor, scaled_b: Tensor, magnitude: Tensor) ->
     return magnitude.float() / norm.to(magnitude.device)
 
 
-def packed_bytes(spec: LoraSpec, shapes: Mapping[str, ModuleShape], dtype: torch.dtype) -> int:
-    """Bytes of the block that ``pack`` makes."""
+def packed_bytes(spec: LoraSpec, layout: BaseLayout, dtype: torch.dtype) -> int:
+    """Bytes of the block that ``pack`` makes; less if values of its own equal the base's."""
     groups = spec.by_module().items()
-    sizes = (_num_elements(deltas, shapes[module]) for module, deltas in groups)
-    return sum(map(sum, sizes)) * dtype.itemsize
+    sizes = (_num_elements(deltas, layout.modules[module]) for module, deltas in groups)
+    return (sum(map(sum, sizes)) + own_elements(spec, layout)) * dtype.itemsize
 
 
 def block_bytes(shapes: Sequence[ModuleShape], rank: int, dtype: torch.dtype) -> int:

@@ -26,35 +26,47 @@ _PROBE_TOKENS = 5
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Attention layers and the linears that can take LoRA."""
+    """Attention layers, the modules that can take LoRA, and those with values to replace."""
 
     attention: dict[int, AttentionLayer]
     modules: ModuleTable
+    """The linears of the layers; then embedding and head, where adapters may change them."""
     sites: tuple[tuple[int, ...], ...]
     """Modules (rows of the table) that run as one linear: consecutive rows, in order of calls."""
     runs: tuple[tuple[int, ...], ...]
     """Decoder layers that may run as one module (``model.stack``)."""
+    norms: tuple[str, ...]
+    """Modules in and behind the layers that scale each token's vector by a weight."""
     layout: BaseLayout
+
+    @property
+    def layer_shapes(self) -> tuple[ModuleShape, ...]:
+        """Of the linears in the layers, which stand first in the table."""
+        return self.modules.shapes[: sum(map(len, self.sites))]
 
 
 def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     """Run a few tokens through the model and note what happened. Raises ModelNotServable.
 
-    A linear can take LoRA if it lies inside the layers, is no output head and sees every token of
-    the step exactly once: only then are its rows those of the routing.
+    A linear can take LoRA if it sees every token of the step exactly once, so that its rows are
+    those of the routing; the same holds for embedding and norms. The head sees rows of its own.
     """
     model = base.model
     recorder = Recorder(base.name)
     seam.connect(lambda layer: partial(recorder, layer))
     seam.use(IMPLEMENTATION)
+    both_ends = (model.get_input_embeddings(), model.get_output_embeddings())
     linears = {
         name: module
         for name, module in model.named_modules()
-        if linear_shape(module) is not None and module is not model.get_output_embeddings()
+        if linear_shape(module) is not None and module not in both_ends
     }
+    norms = {name: module for name, module in model.named_modules() if _could_be_norm(module)}
+    ends = {name: module for name, module in model.named_modules() if module in both_ends}
     calls: dict[str, list[Tensor]] = {}
     hooks = [
-        module.register_forward_hook(_recorder(calls, name)) for name, module in linears.items()
+        module.register_forward_hook(_recorder(calls, name))
+        for name, module in (linears | norms | ends).items()
     ]
     stack = decoder_layers(model)
     layers = [] if stack is None else list(stack[1])
@@ -73,17 +85,53 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
             f"{len(recorder.layers)} of its {num_layers} layers use transformers' attention "
             "interface; the others keep a state of their own, which paged attention cannot hold",
         )
-    called = [name for name in calls if _saw_every_token_once(calls[name])]
+    called = [n for n in calls if n in linears and _saw_every_token_once(calls[n])]
     groups = _groups(called, linears, calls)
-    names = tuple(name for group in groups for name in group)
-    shapes = tuple(_shape(linears[name]) for name in names)
+    adaptable = [name for name, module in ends.items() if _is_adaptable_end(module, calls, name)]
+    names = (*(name for group in groups for name in group), *adaptable)
+    shapes = tuple(_shape(model.get_submodule(name)) for name in names)
+    scaling = tuple(n for n in norms if _is_called_as_norm(calls.get(n, ())))
     return Anatomy(
         attention=recorder.layers,
         modules=ModuleTable(names, shapes),
         sites=_rows(groups),
         runs=runs_of(layer_calls),
-        layout=layout_of(base, dict(zip(names, shapes, strict=True)), recorder.layers),
+        norms=scaling,
+        layout=layout_of(base, dict(zip(names, shapes, strict=True)), recorder.layers, scaling),
     )
+
+
+def _could_be_norm(module: nn.Module) -> bool:
+    """Whether all that a module has is vectors called weight and bias."""
+    parameters = dict(module.named_parameters())
+    return (
+        "weight" in parameters
+        and parameters.keys() <= {"weight", "bias"}
+        and not list(module.children())
+        and all(p.dim() == 1 for p in parameters.values())
+    )
+
+
+def _is_called_as_norm(inputs: Sequence[Tensor]) -> bool:
+    """Whether it saw the tokens once, in the dimension that the rows of a step have."""
+    return len(inputs) == 1 and inputs[0].dim() > 2 and inputs[0].shape[:2] == (1, _PROBE_TOKENS)
+
+
+def _is_adaptable_end(module: nn.Module, calls: Mapping[str, Sequence[Tensor]], name: str) -> bool:
+    """Whether adapters may change an embedding or a head: one that does nothing unusual."""
+    if len(calls.get(name, ())) != 1:
+        return False
+    if isinstance(module, nn.Embedding):
+        # Subclasses may do anything; those of transformers that scale say so by this name.
+        known = type(module) is nn.Embedding or hasattr(module, "embed_scale")
+        return known and module.max_norm is None
+    return type(module) is nn.Linear
+
+
+def embedding_scale(module: nn.Embedding) -> Tensor | None:
+    """What an embedding multiplies its rows by; None for 1."""
+    scale = getattr(module, "embed_scale", None)
+    return None if scale is None else torch.as_tensor(scale)
 
 
 def linear_shape(module: nn.Module) -> ModuleShape | None:
@@ -98,25 +146,39 @@ def linear_shape(module: nn.Module) -> ModuleShape | None:
 def linear_weight(module: nn.Module) -> Tensor:
     """The weight as ``[out, in]``, whichever way the module stores it."""
     weight: Tensor = module.weight  # type: ignore[assignment]
-    return weight.t() if isinstance(module, Conv1D) else weight
+    return weight.t() if isinstance(module, Conv1D | nn.Embedding) else weight
 
 
 def layout_of(
     base: BaseModel,
     modules: Mapping[str, ModuleShape],
     attention: Mapping[int, AttentionLayer],
+    norms: Sequence[str] = (),
 ) -> BaseLayout:
     """These modules of the base, and all that hangs on their names and on its family."""
     everything = frozenset(name for name, _ in base.model.named_modules() if name)
     model_type = base.model.config.get_text_config().model_type
     qkv_rows = {number: _qkv_rows(layer) for number, layer in attention.items()}
+    embedding: Any = base.model.get_input_embeddings()
+    head: Any = base.model.get_output_embeddings()
+    names = {module: name for name, module in base.model.named_modules() if name in modules}
     return BaseLayout(
         base.name,
         modules,
         everything - modules.keys(),
         model_type,
         find_fusions(model_type, modules, qkv_rows),
+        replaceable={name: _parameters(base, name) for name in (*modules, *norms)},
+        embedding=names.get(embedding),
+        head=names.get(head),
+        tied=embedding.weight is head.weight,
     )
+
+
+def _parameters(base: BaseModel, name: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of a module's weight and bias."""
+    parameters = base.model.get_submodule(name).named_parameters(recurse=False)
+    return {leaf: tuple(p.shape) for leaf, p in parameters if leaf in ("weight", "bias")}
 
 
 def _qkv_rows(layer: AttentionLayer) -> tuple[int, int, int]:
@@ -130,6 +192,8 @@ def _qkv_rows(layer: AttentionLayer) -> tuple[int, int, int]:
 
 
 def _shape(module: nn.Module) -> ModuleShape:
+    if isinstance(module, nn.Embedding):
+        return ModuleShape(module.num_embeddings, module.embedding_dim)
     shape = linear_shape(module)
     assert shape is not None
     return shape

@@ -7,8 +7,10 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from loramux.lora.ends import AdaptedEmbedding, AdaptedHead, AdaptedNorm
 from loramux.lora.layers import CompiledLoraLinear, LoraContext, LoraLinear
-from loramux.model.anatomy import Anatomy, linear_weight
+from loramux.lora.own import Member
+from loramux.model.anatomy import Anatomy, embedding_scale, linear_weight
 from loramux.model.fusion import FirstMember, OtherMember, fuse, lay_out_for_cpu
 from loramux.ops.interface import Site, Slice
 
@@ -26,10 +28,16 @@ def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> li
             if type(linear) is nn.Linear:
                 lay_out_for_cpu(linear)
         site = _site(anatomy, members, cast(Tensor | None, linear.bias))
+        place = context.own.add_place(
+            *(
+                Member(names[p.module], originals[p.module], slice(p.start, p.start + p.size))
+                for p in site.slices
+            )
+        )
         wrapped = (
-            LoraLinear(linear, site, context)
+            LoraLinear(linear, site, context, place)
             if context.opaque_ops is None
-            else CompiledLoraLinear(linear, linear_weight(linear), site, context)
+            else CompiledLoraLinear(linear, linear_weight(linear), site, context, place)
         )
         if len(members) == 1:
             _replace(model, names[members[0]], wrapped)
@@ -40,7 +48,25 @@ def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> li
             members, [FirstMember(wrapped, sizes, others), *others], strict=True
         ):
             _replace(model, names[module], stand_in)
+    _insert_ends(model, anatomy, context)
     return originals
+
+
+def _insert_ends(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> None:
+    """Norms, embedding and head that adapters may change."""
+    for name in anatomy.norms:
+        norm = model.get_submodule(name)
+        place = context.own.add_place(Member(name, norm))
+        _replace(model, name, AdaptedNorm(norm, context, place))
+    rows = anatomy.modules.index()
+    if (name := anatomy.layout.embedding) is not None:
+        embedding = cast(nn.Embedding, model.get_submodule(name))
+        part = Slice(rows[name], 0, embedding.embedding_dim)
+        scale = embedding_scale(embedding)
+        _replace(model, name, AdaptedEmbedding(embedding, name, part, context, scale))
+    if (name := anatomy.layout.head) is not None:
+        head = model.get_submodule(name)
+        _replace(model, name, AdaptedHead(head, name, rows[name], context))
 
 
 def _site(anatomy: Anatomy, members: Sequence[int], bias: Tensor | None) -> Site:

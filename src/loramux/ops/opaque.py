@@ -35,9 +35,16 @@ class AddsLora(Protocol):
     ) -> Tensor: ...
 
 
+class ChangesRows(Protocol):
+    """Carries out ``own_rows``."""
+
+    def change(self, place: int, y: Tensor, x: Tensor) -> None: ...
+
+
 _numbers = itertools.count()
 _attention: WeakValueDictionary[int, Attends] = WeakValueDictionary()
 _lora: WeakValueDictionary[int, AddsLora] = WeakValueDictionary()
+_own: WeakValueDictionary[int, ChangesRows] = WeakValueDictionary()
 
 
 def register_attention(backend: Attends) -> int:
@@ -51,6 +58,13 @@ def register_lora(ops: AddsLora) -> int:
     """The number by which the LoRA ops find theirs."""
     number = next(_numbers)
     _lora[number] = ops
+    return number
+
+
+def register_own(parts: ChangesRows) -> int:
+    """The number by which ``own_rows`` finds them."""
+    number = next(_numbers)
+    _own[number] = parts
     return number
 
 
@@ -71,6 +85,7 @@ _LIBRARY.define(
     "lora_in_place(Tensor x, Tensor weight, Tensor? bias, Tensor table, int[] sizes, int ops)"
     " -> Tensor"
 )
+_LIBRARY.define("own_rows(Tensor y, Tensor x, Tensor place, int parts) -> Tensor")
 
 
 def _attend(
@@ -118,11 +133,22 @@ def _in_place_shape(
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def _own_rows(y: Tensor, x: Tensor, place: Tensor, parts: int) -> Tensor:
+    changed = y.clone()
+    _own[parts].change(int(place), changed, x)
+    return changed
+
+
+def _own_rows_shape(y: Tensor, x: Tensor, place: Tensor, parts: int) -> Tensor:
+    return torch.empty_like(y)
+
+
 for _name, _run, _shape in (
     ("attend", _attend, _attend_shape),
     ("linear", _linear, _linear_shape),
     ("lora_beside", _beside, _beside_shape),
     ("lora_in_place", _in_place, _in_place_shape),
+    ("own_rows", _own_rows, _own_rows_shape),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"loramux::{_name}", _shape, lib=_LIBRARY)
@@ -136,3 +162,6 @@ lora_beside = torch.ops.loramux.lora_beside.default
 """x ``[T, in]`` -> the base's y ``[T, out]`` and the delta ``[T, out]`` to be added to it."""
 lora_in_place = torch.ops.loramux.lora_in_place.default
 """x ``[T, in]`` -> y ``[T, out]`` with the delta in it."""
+own_rows = torch.ops.loramux.own_rows.default
+"""y and x ``[T, …]`` -> y with other values in the rows of adapters that have parts of their own.
+``place``, an int64 on the CPU, says which modules it is about."""

@@ -207,7 +207,7 @@ def give_back_unused() -> None:
 
 def _smallest_adapter(worker: Worker) -> PreparedAdapter:
     """Rank 1 on one linear: enough to make every linear of a step do what LoRA takes."""
-    shapes = worker.modules.shapes
+    shapes = worker.layer_shapes
     module = min(range(len(shapes)), key=lambda i: block_bytes([shapes[i]], 1, worker.dtype))
     num_bytes = block_bytes([shapes[module]], 1, worker.dtype)
     block = torch.zeros(num_bytes // worker.dtype.itemsize, dtype=worker.dtype, pin_memory=True)

@@ -63,8 +63,9 @@ class Runner(Protocol):
         """Do at start what the first steps would have to wait for."""
         ...
 
-    def expect(self, max_rank: int, *, gain: bool) -> None:
-        """An adapter of this rank, with DoRA or without, may take part from now on."""
+    def expect(self, max_rank: int, *, gain: bool, own: bool) -> None:
+        """An adapter may take part from now on: of this rank, with DoRA or without, and with own
+        parts or without."""
         ...
 
     def use_attention(self, backend: AttentionBackend) -> None:
@@ -113,6 +114,7 @@ class EagerRunner:
         max_rank, few = _mix_of(slots, context)
         context.routing.fill(slots, [len(s.token_ids) for s in sequences], few=few)
         context.ops.begin_step(max_rank, few=few)
+        _begin_own_parts(context, inputs, sequences, few=few)
         self._backend.begin_step(inputs.attention)
         device = self._base.model.device
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
@@ -134,7 +136,7 @@ class EagerRunner:
         """Nothing is kept from one step to the next."""
         return Captured()
 
-    def expect(self, max_rank: int, *, gain: bool) -> None:
+    def expect(self, max_rank: int, *, gain: bool, own: bool) -> None:
         """Whatever comes is computed as it comes."""
 
     def use_attention(self, backend: AttentionBackend) -> None:
@@ -209,10 +211,10 @@ class CapturedRunner:
         return Captured(len(keys), max(free_before - torch.cuda.mem_get_info()[0], 0))
 
     @torch.inference_mode()
-    def expect(self, max_rank: int, *, gain: bool) -> None:
+    def expect(self, max_rank: int, *, gain: bool, own: bool) -> None:
         if self._graphs is None or not self._settled:
             return
-        self._forms.add(Form.IN_PLACE if gain else Form.BESIDE)
+        self._forms.add(_form(gain=gain, own=own))
         self._ranks.add(self._ops.bucket_of(max_rank))
         # Each with each: a step of two adapters has the form of one and the ranks of the other.
         for form, ranks in itertools.product(self._forms, self._ranks):
@@ -236,6 +238,8 @@ class CapturedRunner:
         if graphs is None or kind is None or bucket is None:
             return self._run_eager(inputs, sequences, last_tokens)
         key = self._key(bucket, sequences, kind)
+        if key.form is Form.OWN:  # which the host's tables route, step by step
+            return self._run_eager(inputs, sequences, last_tokens)
         if key not in graphs:
             graphs.capture(key)
         self._set_up(key, inputs, sequences)
@@ -256,7 +260,7 @@ class CapturedRunner:
         if max_rank == 0:
             return GraphKey(num_rows, Form.NONE, kind=kind)
         gain = any(tables.has_gain[slot] for slot in slots)
-        form = Form.IN_PLACE if gain else Form.BESIDE
+        form = _form(gain=gain, own=self._context.own.any_of(slots))
         return GraphKey(num_rows, form, self._ops.bucket_of(max_rank), few, kind)
 
     def _set_up(self, key: GraphKey, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> None:
@@ -264,6 +268,7 @@ class CapturedRunner:
         self._uploads.begin_step()
         self._context.form.value = key.form
         self._ops.begin_step(key.rank_bucket, few=key.few)
+        _begin_own_parts(self._context, inputs, sequences, few=key.few)
         self._context.routing.fill(
             [s.slot for s in sequences],
             [len(s.token_ids) for s in sequences],
@@ -314,6 +319,24 @@ def graph_kind(inputs: StepInputs, num_sequences: int) -> StepKind | None:
         return StepKind.DECODE  # whose logits are those of all rows, in their order
     # Prompt log-probabilities can ask for more rows than a graph has room for.
     return StepKind.MIXED if len(inputs.logit_rows) <= num_sequences else None
+
+
+def _form(*, gain: bool, own: bool) -> Form:
+    """What a step computes in which some adapter has DoRA, and some has own parts."""
+    if own:
+        return Form.OWN
+    return Form.IN_PLACE if gain else Form.BESIDE
+
+
+def _begin_own_parts(
+    context: LoraContext, inputs: StepInputs, sequences: Sequence[SequenceStep], *, few: bool
+) -> None:
+    """Tell who has parts of their own in a step, and in which rows of logits."""
+    slots = [s.slot for s in sequences]
+    context.own.begin_step(slots)
+    if context.own.active:
+        of_rows = np.repeat(slots, [len(s.token_ids) for s in sequences])[inputs.logit_rows]
+        context.head_routing.fill(of_rows.tolist(), [1] * len(of_rows), few=few)
 
 
 def _mix_of(slots: Iterable[Slot], context: LoraContext) -> tuple[int, bool]:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.identity import adapter_id
-from loramux.adapters.spec import BaseLayout, PreparedAdapter
+from loramux.adapters.spec import BaseLayout, ModuleShape, PreparedAdapter
 from loramux.errors import AdapterRefused
 from loramux.lora.device_store import DeviceStore
 from loramux.lora.host_store import HostStore
 from loramux.lora.lanes import lanes_of
 from loramux.lora.layers import LoraContext
+from loramux.lora.own import OwnParts
+from loramux.lora.own_weights import own_values
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.lora.transfers import Transfers
@@ -28,7 +30,7 @@ from loramux.model.surgery import insert_sites
 from loramux.ops.attention import AttentionBackend
 from loramux.ops.interface import LoraOps
 from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
-from loramux.types import AdapterId, RequestId
+from loramux.types import AdapterId, RequestId, Slot
 from loramux.worker.graphs import GraphKey
 from loramux.worker.inputs import StepInputs, build_inputs
 from loramux.worker.launched import LaunchedStep, SampledTokens
@@ -92,13 +94,18 @@ class Worker:
         self._generation = -1
         """Of the newest load. An engine's begin with 1; 0 is for what happens before."""
         uploads = None if compiled is None else compiled.uploads
+        routing = Routing(num_slots, max_step_tokens, device, uploads)
+        self._own = OwnParts(routing)
         context = LoraContext(
             ops,
             self._device.arena,
             self._tables,
-            Routing(num_slots, max_step_tokens, device, uploads),
+            routing,
+            self._own,
+            Routing(num_slots, max_step_tokens, device),
             None if compiled is None else compiled.ops.number,
         )
+        self._norms = {name: base.model.get_submodule(name) for name in anatomy.norms}
         self._linears = insert_sites(base.model, anatomy, context)
         if compiled is None:
             self._runner: Runner = EagerRunner(base, backend, context)
@@ -139,8 +146,13 @@ class Worker:
 
     @property
     def modules(self) -> ModuleTable:
-        """The linears that can take LoRA."""
+        """The modules that can take LoRA."""
         return self._anatomy.modules
+
+    @property
+    def layer_shapes(self) -> tuple[ModuleShape, ...]:
+        """Of the linears in the layers, which are the first of ``modules``."""
+        return self._anatomy.layer_shapes
 
     @property
     def layout(self) -> BaseLayout:
@@ -164,6 +176,13 @@ class Worker:
                 self._anatomy.modules,
                 self._base.dtype,
                 self._base_weight,
+                own=own_values(
+                    loaded.spec,
+                    loaded.tensors,
+                    self._anatomy.layout.modules,
+                    self._base.dtype,
+                    self._base_parameter,
+                ),
                 pinned=self._reading is not None,
             )
         if not copy.block.isfinite().all():
@@ -182,7 +201,11 @@ class Worker:
         assert isinstance(copy, HostCopy)
         pinned = copy.block.is_pinned()
         assert pinned == (self._reading is not None), "the host would wait for its loads"
-        self._runner.expect(copy.max_rank, gain=any(p.has_gain for p in copy.placements))
+        self._runner.expect(
+            copy.max_rank,
+            gain=any(p.has_gain for p in copy.placements),
+            own=self._changes_ends(copy) or bool(copy.own),
+        )
         self._host.add(prepared.adapter_id, copy)
 
     def drop(self, adapter_id: AdapterId) -> None:
@@ -197,16 +220,28 @@ class Worker:
                 del self._contents[order.slot]
                 self._device.clear(order.slot)
                 self._tables.clear(order.slot)
+                self._own.clear(order.slot)
             if isinstance(order, SlotLoad):
                 assert order.generation > self._generation, "a slot order came twice or out of turn"
                 self._generation = order.generation
                 self._contents[order.slot] = order.adapter_id
                 moved = self._device.load(order.slot, self._host[order.adapter_id].block)
                 for slot in (order.slot, *moved):
-                    placements = self._host[self._contents[slot]].placements
-                    start = self._device.start_of(slot) // self._device.unit
-                    self._tables.set(slot, placements, start)
+                    self._tell_place(slot)
         self._tables.flush()
+
+    def _tell_place(self, slot: Slot) -> None:
+        """Write down where a slot's block stands now."""
+        copy = self._host[self._contents[slot]]
+        start = self._device.start_of(slot)
+        self._tables.set(slot, copy.placements, start // self._device.unit)
+        block = self._device.arena[start : start + copy.block.numel()]
+        self._own.set(slot, copy.own, block, ends=self._changes_ends(copy))
+
+    def _changes_ends(self, copy: HostCopy) -> bool:
+        """Whether LoRA is on the embedding or the head, which stand behind the layers' linears."""
+        num_linears = len(self._anatomy.layer_shapes)
+        return any(p.module >= num_linears for p in copy.placements)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Put a step behind what the device does already; only its ``result()`` waits."""
@@ -234,6 +269,12 @@ class Worker:
 
     def _base_weight(self, module: int) -> Tensor:
         return linear_weight(self._linears[module])
+
+    def _base_parameter(self, module: str, parameter: str) -> Tensor:
+        holder = self._norms.get(module)
+        if holder is None:
+            holder = self._linears[self._anatomy.modules.index()[module]]
+        return getattr(holder, parameter)
 
 
 def _prompt_logprobs(

@@ -2,7 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+Bias = Literal["none", "all", "lora_only"]
+
+
+@dataclass(frozen=True)
+class BesideLora:
+    """What was trained beside A, B and magnitudes."""
+
+    bias: Bias = "none"
+    """Whose biases have values of the adapter's own."""
+    lora_bias: bool = False
+    """Each B has a bias."""
+    modules_to_save: tuple[str, ...] = ()
+    """Ends of names of modules that have values of the adapter's own."""
+    token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Rows of embeddings that have values of the adapter's own, by the end of the module's name;
+    the empty name means the base's embedding."""
+    ties: bool = False
+    """What is trained of a tied embedding holds for the head, too."""
 
 
 class Meaning(Protocol):
@@ -15,6 +36,9 @@ class Meaning(Protocol):
     def targets(self) -> tuple[str, ...]:
         """Names of modules that ought to have tensors; what is adapted stands in the file."""
         ...
+
+    @property
+    def beside(self) -> BesideLora: ...
 
     @property
     def swap_gate_up(self) -> bool | None:

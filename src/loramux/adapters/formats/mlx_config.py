@@ -19,6 +19,7 @@ from loramux.adapters.formats.files import (
     read_bounded,
     refuse_placeholders,
 )
+from loramux.adapters.formats.meaning import BesideLora
 from loramux.adapters.formats.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
 from loramux.adapters.report import Report, printable
 
@@ -40,6 +41,11 @@ class MlxConfig:
     swap_gate_up: bool | None = None
     """Whether up comes before gate where both are one: loramux's own field, as in PEFT's file."""
     targets: tuple[str, ...] = ()
+
+    @property
+    def beside(self) -> BesideLora:
+        """mlx-lm trains nothing beside."""
+        return BesideLora()
 
     def rank_and_scale(self, module: str) -> tuple[int, float]:
         """The same for every module: mlx-lm multiplies by ``scale`` and by nothing else."""

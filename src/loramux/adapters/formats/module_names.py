@@ -14,12 +14,10 @@ _OTHER_TOWER = re.compile(
 )
 _EXPERT = re.compile(r"(^|\.)experts(\.|$)")
 _ROUTER = re.compile(r"(^|\.)(block_sparse_moe|mlp|moe|feed_forward)\.(gate|router)$")
-_EMBEDDING = re.compile(r"(^|\.)(lm_head|embed_out|embed_tokens|wte|wpe)$")
 
 _NEVER_SERVED = (
     (_OTHER_TOWER, "LoRA on the vision or audio part of a model is not served"),
     (_EXPERT, "LoRA on the experts of a mixture of experts is not served"),
-    (_EMBEDDING, "LoRA on embeddings and lm_head is not served"),
 )
 
 

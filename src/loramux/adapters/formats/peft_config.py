@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from loramux.adapters.formats import peft_fields as fields
 from loramux.adapters.formats.files import (
@@ -15,6 +15,7 @@ from loramux.adapters.formats.files import (
     read_bounded,
     refuse_placeholders,
 )
+from loramux.adapters.formats.meaning import BesideLora, Bias
 from loramux.adapters.formats.peft_patterns import BadPattern, PatternTable
 from loramux.adapters.report import Report, printable
 
@@ -36,6 +37,7 @@ class PeftConfig:
     """Names in ``target_modules`` where it is a list; what is adapted stands in the weight file."""
     base_model: str | None
     """What the adapter was trained on, as text. Never opened."""
+    beside: BesideLora = field(default_factory=BesideLora)
     swap_gate_up: bool | None = None
     """Whether a gate_up_proj holds the rows of up first; None: as the base's family does."""
 
@@ -73,7 +75,6 @@ def parse_config(data: bytes, report: Report) -> PeftConfig | None:
     _check_other_fields(raw, report)
     _check_task(raw.get("task_type"), report)
     _check_init(raw.get("init_lora_weights"), report)
-    _check_bias(raw.get("bias"), report)
     return _arithmetic(raw, report)
 
 
@@ -155,15 +156,6 @@ def _check_init(init: object, report: Report) -> None:
         )
 
 
-def _check_bias(bias: object, report: Report) -> None:
-    if bias is None or bias == "none":
-        return
-    if bias in ("all", "lora_only"):
-        report.refuse(f"bias={bias}: the adapter replaces biases of the base, which is not served")
-    else:
-        report.refuse("bias must be none, all or lora_only")
-
-
 class _Fields:
     """Typed access to the fields of one configuration; a wrong value goes to the report."""
 
@@ -208,6 +200,44 @@ class _Fields:
             return None
         return value or None
 
+    def beside(self) -> BesideLora:
+        return BesideLora(
+            bias=self._bias(),
+            lora_bias=self.flag("lora_bias"),
+            modules_to_save=self._names("modules_to_save"),
+            token_rows=self._token_rows(),
+            ties=self.flag("ensure_weight_tying"),
+        )
+
+    def _bias(self) -> Bias:
+        value = self._raw.get("bias")
+        if value is None or value in ("none", "all", "lora_only"):
+            return cast(Bias, value or "none")
+        self._report.refuse("bias must be none, all or lora_only")
+        return "none"
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        value = self._raw.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
+            return tuple(dict.fromkeys(value))
+        self._report.refuse(f"{name} must be a list of names or null")
+        return ()
+
+    def _token_rows(self) -> Mapping[str, tuple[int, ...]]:
+        name = "trainable_token_indices"
+        value = self._raw.get(name)
+        if value is None or value == []:
+            return {}
+        table = {"": value} if isinstance(value, list) else value
+        if not isinstance(table, dict) or not all(map(fields.is_token_list, table.values())):
+            self._report.refuse(
+                f"{name} must be a list of different tokens, or such lists by names of modules"
+            )
+            return {}
+        return {module: tuple(tokens) for module, tokens in table.items()}
+
     def targets(self) -> tuple[str, ...]:
         value = self._raw.get("target_modules")
         if value is None or isinstance(value, str):  # a regular expression: never run
@@ -227,6 +257,7 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
     use_rslora, use_dora = get.flag("use_rslora"), get.flag("use_dora")
     swap_gate_up = None if raw.get("swap_gate_up") is None else get.flag("swap_gate_up")
     targets, base_model = get.targets(), get.text("base_model_name_or_path")
+    beside = get.beside()
     if rank is None or alpha is None or rank_pattern is None or alpha_pattern is None:
         return None
     return PeftConfig(
@@ -238,5 +269,6 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> PeftConfig | None:
         use_dora=use_dora,
         targets=targets,
         base_model=base_model,
+        beside=beside,
         swap_gate_up=swap_gate_up,
     )

@@ -22,6 +22,10 @@ HONOURED = frozenset(
         "target_modules",
         "init_lora_weights",
         "bias",
+        "lora_bias",
+        "modules_to_save",
+        "trainable_token_indices",
+        "ensure_weight_tying",
         "swap_gate_up",
     }
 )
@@ -42,7 +46,6 @@ INERT: Mapping[str, str] = {
     "exclude_modules": "weights-decide",
     "layers_to_transform": "weights-decide",
     "layers_pattern": "weights-decide",
-    "ensure_weight_tying": "weights-decide",
     "fan_in_fan_out": "base-decides",
     "qalora_group_size": "use_qalora-decides",
     "runtime_config": "training",
@@ -55,11 +58,8 @@ INERT: Mapping[str, str] = {
 """
 
 REFUSED_WHEN_LIVE: Mapping[str, str] = {
-    "modules_to_save": "the adapter replaces whole modules of the base",
-    "trainable_token_indices": "the adapter replaces single token embeddings",
     "target_parameters": "LoRA on parameters such as those of experts",
     "layer_replication": "it changes the base model: layers are repeated",
-    "lora_bias": "B has a bias of its own",
     "alora_invocation_tokens": "activated LoRA (aLoRA) acts on a part of the prompt only",
     "use_qalora": "QALoRA pools the input of A",
     "use_bdlora": "BD-LoRA stores block-diagonal matrices",
@@ -108,3 +108,11 @@ def is_number(value: object) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an integer beyond the range of floats
         return False
+
+
+def is_token_list(value: object) -> bool:
+    """Whether a value of JSON is a list of different tokens."""
+    if not isinstance(value, list):
+        return False
+    tokens = all(isinstance(t, int) and not isinstance(t, bool) and 0 <= t < 2**31 for t in value)
+    return tokens and len(set(value)) == len(value)

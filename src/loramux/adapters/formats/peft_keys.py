@@ -6,36 +6,41 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast
 
-Part = Literal["lora_A", "lora_B", "lora_magnitude_vector"]
+Part = Literal["lora_A", "lora_B", "lora_B.bias", "lora_magnitude_vector"]
+Origin = Literal["own", "base layer", "tokens"]
 
 _WRAPPER = "base_model.model."
 
-_DELTA = re.compile(r"(.+?)\.(lora_A|lora_B|lora_magnitude_vector)(?:\.([^.]+))?\.weight")
-_MAGNITUDE = re.compile(r"(.+?)\.(lora_magnitude_vector)(?:\.([^.]+))?")
+_NAME = r"(?:\.([^.]+))?"
+"""Of the adapter, where the file has it inside the key (``lora_A.default.weight``)."""
+_DELTA = re.compile(rf"(.+?)\.(lora_A|lora_B|lora_magnitude_vector){_NAME}\.(weight|bias)")
+_BARE_DELTA = re.compile(
+    rf"(.+?)\.(lora_magnitude_vector|lora_embedding_A|lora_embedding_B){_NAME}"
+)
+_PARTS: dict[tuple[str, str | None], tuple[Part, bool]] = {
+    ("lora_A", "weight"): ("lora_A", False),
+    ("lora_B", "weight"): ("lora_B", False),
+    ("lora_B", "bias"): ("lora_B.bias", False),
+    ("lora_magnitude_vector", "weight"): ("lora_magnitude_vector", False),
+    ("lora_magnitude_vector", None): ("lora_magnitude_vector", False),
+    ("lora_embedding_A", None): ("lora_A", True),
+    ("lora_embedding_B", None): ("lora_B", True),
+}
+"""By the word in the key and what ends it: the part, and whether only embeddings have it so."""
+
+_TOKENS = re.compile(rf"(.+?)\.token_adapter\.trainable_tokens_delta{_NAME}")
+_PARAMETER = re.compile(r"(.+?)(\.base_layer|\.modules_to_save(?:\.[^.]+)?)?\.(weight|bias)")
 
 _OTHER_KINDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
-        (r"\.lora_embedding_[AB]\b", "LoRA on an embedding (embed_tokens) is not served"),
-        (r"\.lora_B\b.*\.bias$", "lora_bias: a bias of lora_B is not served"),
         (r"\.lora_[ab]$", "tensors are named as mlx-lm does: convert the adapter to PEFT's format"),
-        (
-            r"\.token_adapter\.|trainable_tokens_",
-            "trainable_token_indices: replaced token embeddings are not served",
-        ),
         (r"\.lora_E\b|\.ranknum\b", "AdaLoRA is not served"),
         (r"lora_", "tensors of an unknown kind"),
         (
             r"(^|\.)(score|classifier|pre_classifier|qa_outputs|v_head)\.",
             "a classification or value head (score) is not served",
         ),
-        (
-            r"(^|\.)(embed_tokens|wte|lm_head|embed_out)\.",
-            "an embedding or lm_head of the adapter's own (modules_to_save, added tokens) "
-            "is not served",
-        ),
-        (r"\.bias$", "replaced biases of the base (bias=all or lora_only) are not served"),
-        (r"\.weight$", "whole replaced modules (modules_to_save) are not served"),
     )
 )
 
@@ -49,15 +54,38 @@ class DeltaKey:
     part: Part
     adapter: str | None
     """Name of the adapter where the file has it inside the key (``lora_A.default.weight``)."""
+    of_embedding: bool = False
+    """Spelled as PEFT does for embeddings alone."""
 
 
-def parse_key(key: str) -> DeltaKey | None:
-    """What ``key`` says, or None for any tensor that is not a part of a delta on a linear."""
-    match = _DELTA.fullmatch(key) or _MAGNITUDE.fullmatch(key)
-    if match is None:
+@dataclass(frozen=True, slots=True)
+class ParameterKey:
+    """A tensor with values for a parameter of the base."""
+
+    path: str
+    parameter: str
+    """``weight`` or ``bias``"""
+    origin: Origin
+    """``own``: trained in place of the base's. ``base layer``: the base's, as it was when LoRA was
+    put on the module. ``tokens``: those rows that the configuration names."""
+
+
+def parse_key(key: str) -> DeltaKey | ParameterKey | None:
+    """What ``key`` says, or None where ``describe_other`` does."""
+    delta = _DELTA.fullmatch(key) or _BARE_DELTA.fullmatch(key)
+    if delta is not None:
+        path, word, adapter, *end = delta.groups()
+        found = _PARTS.get((word, end[0] if end else None))
+        return found and DeltaKey(path.removeprefix(_WRAPPER), found[0], adapter, found[1])
+    if any(pattern.search(key) for pattern, _ in _OTHER_KINDS):
         return None
-    path, part, adapter = match.groups()
-    return DeltaKey(path.removeprefix(_WRAPPER), cast(Part, part), adapter)
+    if (tokens := _TOKENS.fullmatch(key)) is not None:
+        return ParameterKey(tokens[1].removeprefix(_WRAPPER), "weight", "tokens")
+    if (parameter := _PARAMETER.fullmatch(key)) is not None:
+        path, wrapper, leaf = parameter.groups()
+        origin = cast(Origin, "base layer" if wrapper == ".base_layer" else "own")
+        return ParameterKey(path.removeprefix(_WRAPPER), leaf, origin)
+    return None
 
 
 def describe_other(key: str) -> str:

@@ -6,9 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from loramux.adapters.formats.meaning import Meaning
-from loramux.adapters.formats.peft_keys import Part, describe_other, parse_key
+from loramux.adapters.formats.peft_keys import (
+    DeltaKey,
+    ParameterKey,
+    Part,
+    describe_other,
+    parse_key,
+)
 from loramux.adapters.formats.peft_patterns import BadPattern
 from loramux.adapters.formats.places import Place, Places, Target
+from loramux.adapters.formats.replaced import ReplacementBuilder
 from loramux.adapters.formats.safetensors_header import TensorEntry
 from loramux.adapters.fusions import GATE_UP
 from loramux.adapters.report import Report, printable
@@ -25,20 +32,23 @@ class _Group:
 
     path: str
     keys: dict[Part, str] = field(default_factory=dict)
+    of_embedding: bool = False
+    """Spelled as PEFT does for embeddings."""
 
 
 def build_spec(
     config: Meaning, entries: Entries, base: BaseLayout, *, max_rank: int, report: Report
 ) -> LoraSpec | None:
-    """The deltas of an adapter in the order of the base's modules.
+    """The deltas of an adapter in the order of the base's modules, and what it replaces.
 
     Every tensor ends in the deltas of exactly one name of the adapter, which is one delta unless
-    the base is fused differently, or in a refusal; None when there is any.
+    the base is fused differently, in a replacement, or in a refusal; None when there is any.
     """
     _check_dtypes(entries, report)
-    groups = _group(entries, report)
+    deltas_said, parameters = _told_apart(entries, report)
+    groups = _group(deltas_said, report)
     placed = _place(groups, base, config, report)
-    builder = _DeltaBuilder(config, entries, report)
+    builder = _DeltaBuilder(config, entries, base.embedding, report)
     try:
         deltas = [delta for place, group in placed for delta in builder.deltas(place, group)]
     except BadPattern as problem:
@@ -46,12 +56,16 @@ def build_spec(
         return None
     order = {name: i for i, name in enumerate(base.modules)}
     deltas.sort(key=lambda d: (order[d.module], 0 if d.rows is None else d.rows.start))
+    adapted = {target.module for place, _ in placed for target in place.targets}
+    replacements = ReplacementBuilder(config.beside, base, report).build(
+        parameters, entries, adapted
+    )
     _check_max_rank(LoraSpec(tuple(deltas)), max_rank, report)
     if report.refused:
         return None
     _warn_about_targets(config, [group.path for _, group in placed], report)
     _warn_about_base(config, base, report)
-    return LoraSpec(tuple(deltas), report.warnings)
+    return LoraSpec(tuple(deltas), report.warnings, replacements)
 
 
 def _check_dtypes(entries: Entries, report: Report) -> None:
@@ -60,26 +74,42 @@ def _check_dtypes(entries: Entries, report: Report) -> None:
             report.refuse(f"dtype {entry.dtype} is not served: store weights as F16 or F32", key)
 
 
-def _group(entries: Entries, report: Report) -> dict[str, _Group]:
+def _told_apart(
+    entries: Entries, report: Report
+) -> tuple[dict[str, DeltaKey], dict[str, ParameterKey]]:
+    """The tensors of LoRA, and those that are values for parameters of the base."""
+    deltas: dict[str, DeltaKey] = {}
+    parameters: dict[str, ParameterKey] = {}
+    for key in entries:
+        parsed = parse_key(key)
+        if isinstance(parsed, DeltaKey):
+            deltas[key] = parsed
+        elif parsed is not None:
+            parameters[key] = parsed
+        else:
+            report.refuse(describe_other(key), key)
+    if not entries:
+        report.refuse("the weight file holds no tensors")
+    elif not deltas:
+        report.refuse("the weight file holds no tensors of LoRA")
+    return deltas, parameters
+
+
+def _group(said: Mapping[str, DeltaKey], report: Report) -> dict[str, _Group]:
     """Tensors by the adapter's own name of their module."""
     groups: dict[str, _Group] = {}
     adapters: set[str] = set()
-    for key in entries:
-        parsed = parse_key(key)
-        if parsed is None:
-            report.refuse(describe_other(key), key)
-            continue
+    for key, parsed in said.items():
         if parsed.adapter is not None:
             adapters.add(parsed.adapter)
         group = groups.setdefault(parsed.path, _Group(parsed.path))
         if parsed.part in group.keys:
             report.refuse("duplicate: two tensors are meant for the same place", key)
         group.keys[parsed.part] = key
+        group.of_embedding |= parsed.of_embedding
     if len(adapters) > 1:
         for adapter in sorted(adapters):
             report.refuse("the file holds more than one adapter", adapter)
-    if not entries:
-        report.refuse("the weight file holds no tensors")
     return groups
 
 
@@ -113,20 +143,27 @@ class _DeltaBuilder:
 
     config: Meaning
     entries: Entries
+    embedding: str | None
     report: Report
 
     def deltas(self, place: Place, group: _Group) -> list[ModuleDelta]:
         """None of them after a refusal. Raises BadPattern when rank or scale cannot be told."""
         a, b = group.keys.get("lora_A"), group.keys.get("lora_B")
-        magnitude = group.keys.get("lora_magnitude_vector")
+        magnitude, b_bias = group.keys.get("lora_magnitude_vector"), group.keys.get("lora_B.bias")
         self._check_dora(magnitude, group.path)
+        self._check_b_bias(b_bias, group)
+        if group.of_embedding != (place.targets[0].module == self.embedding):
+            self.report.refuse(
+                "an embedding has lora_embedding_A and B, and all else lora_A and lora_B",
+                group.path,
+            )
         if a is None or b is None:
             missing = " and ".join(p for p, key in (("lora_A", a), ("lora_B", b)) if key is None)
             self.report.refuse(f"{missing} is missing (incomplete pair)", group.path)
             return []
         rank, scale = self.config.rank_and_scale(group.path)
         deltas = [
-            ModuleDelta(t.module, rank, scale, a, b, magnitude, t.rows, t.stored_rows)
+            ModuleDelta(t.module, rank, scale, a, b, magnitude, t.rows, t.stored_rows, b_bias)
             for t in place.targets
         ]
         return deltas if self._shapes_fit(deltas[0], place.shape, group.path) else []
@@ -136,6 +173,12 @@ class _DeltaBuilder:
             self.report.refuse("lora_magnitude_vector is missing, use_dora (DoRA) is true", path)
         if not self.config.use_dora and magnitude is not None:
             self.report.refuse("lora_magnitude_vector is there, use_dora (DoRA) is not true", path)
+
+    def _check_b_bias(self, b_bias: str | None, group: _Group) -> None:
+        if self.config.beside.lora_bias and b_bias is None and not group.of_embedding:
+            self.report.refuse("the bias of lora_B is missing, lora_bias is true", group.path)
+        if b_bias is not None and not self.config.beside.lora_bias:
+            self.report.refuse("lora_B has a bias, lora_bias is not true", group.path)
 
     def _shapes_fit(self, delta: ModuleDelta, shape: ModuleShape, path: str) -> bool:
         """Whether all shapes are right; if not, the plainest reason goes to the report."""
@@ -147,9 +190,9 @@ class _DeltaBuilder:
         rank_b = b[1] if len(b) == 2 else delta.rank
         fits = self._fits(delta.a, a, (rank_a, shape.in_features))
         fits &= self._fits(delta.b, b, (shape.out_features, rank_b))
-        if delta.magnitude is not None:
-            magnitude = self.entries[delta.magnitude].shape
-            fits &= self._fits(delta.magnitude, magnitude, (shape.out_features,))
+        for vector in (delta.magnitude, delta.b_bias):
+            if vector is not None:
+                fits &= self._fits(vector, self.entries[vector].shape, (shape.out_features,))
         return fits and self._rank_fits(delta.rank, rank_a, rank_b, path)
 
     def _fits(self, key: str, got: tuple[int, ...], expected: tuple[int, ...]) -> bool:

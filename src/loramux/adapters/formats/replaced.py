@@ -1,0 +1,159 @@
+"""Tensors beside LoRA's: which parameters of the base have values of the adapter's own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from loramux.adapters.formats.meaning import BesideLora
+from loramux.adapters.formats.module_names import ModuleNames
+from loramux.adapters.formats.peft_keys import ParameterKey
+from loramux.adapters.formats.safetensors_header import TensorEntry
+from loramux.adapters.report import Report, printable
+from loramux.adapters.spec import BaseLayout, Replacement
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A tensor, and the parameter of the base that it is for."""
+
+    key: str
+    said: ParameterKey
+    module: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        return self.module, self.said.parameter
+
+
+class ReplacementBuilder:
+    """Turns tensors that are no part of LoRA into replacements, or into refusals."""
+
+    def __init__(self, beside: BesideLora, base: BaseLayout, report: Report) -> None:
+        self._beside = beside
+        self._base = base
+        self._report = report
+        self._names = ModuleNames(base, base.replaceable)
+
+    def build(
+        self,
+        keys: Mapping[str, ParameterKey],
+        entries: Mapping[str, TensorEntry],
+        adapted: Collection[str],
+    ) -> tuple[Replacement, ...]:
+        """``adapted``: modules of the base that have LoRA, which whole weights must leave alone."""
+        found = [f for key, said in keys.items() if (f := self._find(key, said)) is not None]
+        first: dict[tuple[str, str], _Found] = {}
+        for f in found:
+            if first.setdefault(f.place, f) is not f:
+                self._report.refuse("duplicate: two tensors are meant for the same place", f.key)
+        for f in first.values():
+            if (objection := self._objection(f, adapted)) is not None:
+                self._report.refuse(objection, f.key)
+        self._check_complete(first)
+        made = [r for f in first.values() if (r := self._make(f, entries[f.key])) is not None]
+        return tuple(self._tied(made, first))
+
+    def _find(self, key: str, said: ParameterKey) -> _Found | None:
+        module = self._names.find(said.path)
+        if module is not None and said.parameter in self._base.replaceable.get(module, ()):
+            return _Found(key, said, module)
+        if module in self._base.replaceable:
+            reason = f"a {said.parameter} that the base's modules of this name do not have"
+        elif module is not None or said.path in self._base.other_modules:
+            reason = f"{said.parameter}s of such modules cannot be replaced here"
+        else:
+            reason = self._names.why_not(said.path)
+        self._report.refuse(reason, key)
+        return None
+
+    def _objection(self, found: _Found, adapted: Collection[str]) -> str | None:
+        """Why the configuration does not allow for a tensor, or None."""
+        said, beside = found.said, self._beside
+        if said.origin == "tokens":
+            if self._tokens_of(found) is None:
+                return "trainable_token_indices does not say which tokens these rows are for"
+            return "tokens of an embedding that has LoRA, too" if found.module in adapted else None
+        if self._is_saved(said.path):
+            return None
+        if said.parameter == "bias":
+            return None if beside.bias != "none" else "biases are in the file, and bias is none"
+        if found.module in (self._base.embedding, self._base.head):
+            return None  # PEFT writes them unasked once the vocabulary or one of them has changed
+        return "whole weights are in the file that modules_to_save does not name"
+
+    def _is_saved(self, path: str) -> bool:
+        """Whether modules_to_save names a module or one that it is in: by the end, as PEFT does."""
+        parts = path.split(".")
+        around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+        return any(name.endswith(self._beside.modules_to_save) for name in around)
+
+    def _check_complete(self, found: Collection[tuple[str, str]]) -> None:
+        """What modules_to_save names must be there, lest the base's values stand in unnoticed."""
+        for module, shapes in self._base.replaceable.items():
+            if self._beside.modules_to_save and self._is_saved(module):
+                for parameter in shapes:
+                    if (module, parameter) not in found and not self._is_tied_away(module, found):
+                        self._report.refuse(
+                            "modules_to_save names modules that have no tensors in the file",
+                            f"{module}.{parameter}",
+                        )
+        everything = [*self._base.replaceable, *self._base.other_modules]
+        for name in self._beside.modules_to_save:
+            if not any(module.endswith(name) for module in everything):
+                self._report.warn(
+                    "modules_to_save names what neither the base nor the file has", printable(name)
+                )
+
+    def _is_tied_away(self, module: str, found: Collection[tuple[str, str]]) -> bool:
+        """Whether the other side of a tied embedding brings this one's values."""
+        base = self._base
+        if not (base.tied and self._beside.ties) or module not in (base.embedding, base.head):
+            return False
+        other = base.head if module == base.embedding else base.embedding
+        return (other, "weight") in found
+
+    def _make(self, found: _Found, entry: TensorEntry) -> Replacement | None:
+        shape = self._base.replaceable[found.module][found.said.parameter]
+        rows = self._tokens_of(found) if found.said.origin == "tokens" else None
+        if rows is not None and rows and max(rows) >= shape[0]:
+            self._report.refuse(
+                f"trainable_token_indices goes up to {max(rows)}, the vocabulary has {shape[0]}"
+            )
+            return None
+        expected = shape if rows is None else (len(rows), *shape[1:])
+        if entry.shape == expected:
+            return Replacement(found.module, found.said.parameter, found.key, rows)
+        reason = f"shape {list(entry.shape)} where {list(expected)} is expected"
+        if found.module in (self._base.embedding, self._base.head):
+            reason += " (embeddings of another vocabulary are not served)"
+        self._report.refuse(reason, found.key)
+        return None
+
+    def _tokens_of(self, found: _Found) -> tuple[int, ...] | None:
+        """The rows that a tensor of single tokens is for, by its module."""
+        table = self._beside.token_rows
+        named = (rows for name, rows in table.items() if name and found.module.endswith(name))
+        either = (self._base.embedding, self._base.head)
+        return next(named, table.get("") if found.module in either else None)
+
+    def _tied(
+        self, made: list[Replacement], found: Mapping[tuple[str, str], _Found]
+    ) -> Iterator[Replacement]:
+        """Where embedding and head have one weight, what is not for one side alone is for both.
+
+        So are single tokens, and what PEFT loads straight into the weight; modules_to_save has a
+        copy of its own unless ensure_weight_tying is set.
+        """
+        yield from made
+        base = self._base
+        if not base.tied or base.embedding is None or base.head is None:
+            return
+        for replacement in made:
+            if replacement.module not in (base.embedding, base.head):
+                continue
+            other = base.head if replacement.module == base.embedding else base.embedding
+            said = found[replacement.module, "weight"].said
+            alone = self._is_saved(said.path) and not self._beside.ties
+            if (other, "weight") not in found and not alone:
+                yield Replacement(other, "weight", replacement.tensor, replacement.rows)

@@ -1,0 +1,135 @@
+"""Embedding, head and norms, which some adapters change; for all others they are the base's."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from loramux.lora.layers import Form, LoraContext
+from loramux.lora.own import OwnModule, Rows
+from loramux.ops.interface import Site, Slice
+from loramux.ops.opaque import own_rows
+from loramux.ops.reference import module_views
+
+
+class _Wrapper(nn.Module):
+    """Stands for a module of the base, and has its attributes, which the model may ask for."""
+
+    def __init__(self, base: nn.Module, context: LoraContext) -> None:
+        super().__init__()
+        self.base = base
+        self.context = context
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+
+class AdaptedNorm(_Wrapper):
+    """A norm whose weight an adapter may have its own values for."""
+
+    def __init__(self, base: nn.Module, context: LoraContext, place: int) -> None:
+        super().__init__(base, context)
+        self.form = context.form
+        self.own = context.own.number
+        self.register_buffer("place", torch.tensor(place), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[1, T, …]`` -> the same shape."""
+        y = self.base(x)
+        if self.form.value is Form.OWN:
+            y = own_rows(y[0], x[0], self.place, self.own)[None]
+        return y
+
+
+class AdaptedEmbedding(_Wrapper):
+    """The input embedding, on which an adapter may have LoRA, or rows of its own."""
+
+    def __init__(
+        self, base: nn.Embedding, name: str, part: Slice, context: LoraContext, scale: Tensor | None
+    ) -> None:
+        """``part`` is the embedding as a linear over one-hot vectors; the base multiplies what it
+        finds by ``scale``."""
+        super().__init__(base, context)
+        self.name = name
+        self.part = part
+        self.factor = scale
+        self.vocab_size = base.num_embeddings
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids ``[1, T]`` -> ``[1, T, hidden]``."""
+        context = self.context
+        y = self.base(token_ids)
+        if context.own.active:
+            for rows, own in context.own.find(self.name, context.routing):
+                y[0, rows] = self._own(own, token_ids[0, rows], y[0, rows])
+            self._add_lora(y[0], token_ids[0])
+        return y
+
+    def _own(self, own: OwnModule, token_ids: Tensor, y: Tensor) -> Tensor:
+        """What an adapter's own embedding, or its own rows of the base's, make of tokens."""
+        if own.parameters:
+            y = functional_call(self.base, own.parameters, (token_ids,))
+        if own.rows is not None:
+            numbers, values = own.rows
+            place = torch.searchsorted(numbers, token_ids).clamp_(max=len(numbers) - 1)
+            found = self._scaled(values[place])
+            y = torch.where((numbers[place] == token_ids)[:, None], found, y)
+        return y
+
+    def _add_lora(self, y: Tensor, token_ids: Tensor) -> None:
+        """y = g * (y + scale * B A[:, token]) for the rows whose adapter has LoRA here."""
+        context = self.context
+        for segment in context.routing.segments:
+            views = module_views(
+                self.part, segment.slot, self.vocab_size, context.arena, context.tables
+            )
+            if views.a_t is None:
+                continue
+            rows: Rows = context.routing.rows_of(segment)
+            changed = y[rows] + self._scaled(views.a_t[token_ids[rows]] @ views.b_t)
+            y[rows] = changed if views.gain is None else changed * views.gain
+
+    def _scaled(self, vectors: Tensor) -> Tensor:
+        return vectors if self.factor is None else vectors * self.factor.to(vectors.dtype)
+
+
+class AdaptedHead(_Wrapper):
+    """The output head, which an adapter may change as any linear, or in some rows."""
+
+    def __init__(self, base: nn.Module, name: str, module: int, context: LoraContext) -> None:
+        """``module``: its row of the slot tables."""
+        super().__init__(base, context)
+        self.name = name
+        weight, bias = cast(Tensor, base.weight), cast("Tensor | None", base.bias)
+        self.site = Site((Slice(module, 0, weight.shape[0]),), weight.shape[1], bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x ``[1, R, hidden]`` -> logits ``[1, R, vocab]``."""
+        y = self.base(x)
+        ctx = self.context
+        if ctx.own.active:
+            y_rows, x_rows = y[0], x[0].contiguous()
+            found = ctx.own.find(self.name, ctx.head_routing)
+            for rows, own in found:
+                if own.parameters:
+                    y_rows[rows] = functional_call(self.base, own.parameters, (x_rows[rows],))
+                if own.rows is not None:
+                    numbers, values = own.rows
+                    some = y_rows[rows]
+                    some[:, numbers] = F.linear(x_rows[rows], values, self._bias_of(numbers))
+                    y_rows[rows] = some
+            ctx.ops.lora_add_(y_rows, x_rows, self.site, ctx.arena, ctx.tables, ctx.head_routing)
+            for rows, own in found:
+                if own.shift is not None:
+                    y_rows[rows] = y_rows[rows] + own.shift
+        return y
+
+    def _bias_of(self, numbers: Tensor) -> Tensor | None:
+        return None if self.site.bias is None else self.site.bias[numbers]
