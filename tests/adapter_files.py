@@ -21,9 +21,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def llama_layout(
-    *, layers: int = 2, hidden: int = 64, kv: int = 32, mlp: int = 96, name: str = "tiny/llama"
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    kv: int = 32,
+    mlp: int = 96,
+    vocab: int = 300,
+    tied: bool = False,
+    bias: bool = False,
+    name: str = "tiny/llama",
 ) -> BaseLayout:
-    """The linears of a Llama-shaped decoder; ``kv`` is the output size of k_proj and v_proj."""
+    """A Llama-shaped decoder; ``kv`` is the output size of k_proj and v_proj, which have a bias
+    like q_proj if there is any."""
     sizes = {
         "self_attn.q_proj": (hidden, hidden),
         "self_attn.k_proj": (hidden, kv),
@@ -38,9 +47,31 @@ def llama_layout(
         for i in range(layers)
         for leaf, size in sizes.items()
     }
-    others = {"model", "model.layers", "model.embed_tokens", "model.norm", "lm_head"}
-    others |= {f"model.layers.{i}.input_layernorm" for i in range(layers)}
-    return BaseLayout(name, modules, frozenset(others))
+    modules["model.embed_tokens"] = ModuleShape(vocab, hidden)
+    modules["lm_head"] = ModuleShape(hidden, vocab)
+    norms = {"model.norm"} | {
+        f"model.layers.{i}.{norm}"
+        for i in range(layers)
+        for norm in ("input_layernorm", "post_attention_layernorm")
+    }
+    return BaseLayout(
+        name,
+        modules,
+        frozenset({"model", "model.layers"} | norms),
+        replaceable={
+            **{m: {"weight": (s.out_features, s.in_features)} for m, s in modules.items()},
+            **{
+                m: {"weight": (s.out_features, s.in_features), "bias": (s.out_features,)}
+                for m, s in modules.items()
+                if bias and m.endswith(("q_proj", "k_proj", "v_proj"))
+            },
+            "model.embed_tokens": {"weight": (vocab, hidden)},
+            **{norm: {"weight": (hidden,)} for norm in norms},
+        },
+        embedding="model.embed_tokens",
+        head="lm_head",
+        tied=tied,
+    )
 
 
 def gpt2_layout(layers: int = 2, hidden: int = 64) -> BaseLayout:

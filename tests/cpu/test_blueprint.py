@@ -56,7 +56,7 @@ def test_base_that_only_a_long_context_forbids_is_drawn(tmp_path: Path) -> None:
         "original_max_position_embeddings": 32,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    assert len(draw(str(folder)).layout.modules) == 14
+    assert len(draw(str(folder)).layout.modules) == 16
 
 
 def test_folder_that_is_missing_is_an_option_that_cannot_work(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from loramux.lora.layers import Form, LoraContext
+from loramux.lora.own import OwnParts
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.ops.attention import StepKind
@@ -75,9 +76,9 @@ def test_what_an_adapter_needs_is_compiled_when_it_comes(
         graphs, "rehearse", lambda key: rehearsed.append((key.form, key.rank_bucket))
     )
 
-    def expect(max_rank: int, *, gain: bool) -> set[tuple[Form, int]]:
+    def expect(max_rank: int, *, gain: bool, own: bool = False) -> set[tuple[Form, int]]:
         rehearsed.clear()
-        runner.expect(max_rank, gain=gain)
+        runner.expect(max_rank, gain=gain, own=own)
         return set(rehearsed)
 
     monkeypatch.setattr(runner, "_graphs", graphs)
@@ -89,6 +90,7 @@ def test_what_an_adapter_needs_is_compiled_when_it_comes(
     # Beside one of the others it has their ranks.
     assert expect(3, gain=True) == {(Form.IN_PLACE, 16), (Form.IN_PLACE, 64)}
     assert expect(64, gain=True) == set()
+    assert expect(8, gain=True, own=True) == {(Form.OWN, 16), (Form.OWN, 64)}
 
 
 class NotingOps(ReferenceOps):
@@ -134,7 +136,8 @@ def context() -> LoraContext:
     for slot in range(SLOTS):
         tables.max_rank[slot] = 8
     tables.has_gain[SLOTS - 1] = True
-    return LoraContext(NotingOps(), torch.zeros(1), tables, Routing(SLOTS, 64, CPU))
+    routing = Routing(SLOTS, 64, CPU)
+    return LoraContext(NotingOps(), torch.zeros(1), tables, routing, OwnParts(routing))
 
 
 def captured(context: LoraContext, monkeypatch: pytest.MonkeyPatch) -> CapturedRunner:

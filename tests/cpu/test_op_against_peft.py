@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from loramux.adapters.spec import LoraSpec, ModuleDelta
 from loramux.lora.layers import LoraContext, LoraLinear
+from loramux.lora.own import OwnParts
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.lora.weights import ModuleTable, pack
@@ -64,7 +65,8 @@ def serve(
     routing = Routing(2, 8, CPU)
     routing.fill([Slot(0), Slot(1), Slot(2)], [2, 2, 1])
     site = Site((Slice(0, 0, OUT),), IN, getattr(block["linear"], "bias", None))
-    return LoraLinear(block["linear"], site, LoraContext(ops, copy.block, tables, routing))(x)
+    context = LoraContext(ops, copy.block, tables, routing, OwnParts(routing))
+    return LoraLinear(block["linear"], site, context, place=0)(x)
 
 
 @pytest.mark.parametrize("make_ops", [ReferenceOps, StackedOps])

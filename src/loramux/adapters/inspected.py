@@ -95,6 +95,8 @@ class Inspection:
     bytes: TierBytes
     modules: tuple[ModuleFacts, ...] = ()
     layers: tuple[LayerFacts, ...] = ()
+    replaced: tuple[str, ...] = ()
+    """Parameters of the base that the adapter has its own values for."""
 
 
 @dataclass(frozen=True)

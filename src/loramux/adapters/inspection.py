@@ -19,7 +19,7 @@ from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.mlx_config import MlxConfig
 from loramux.adapters.formats.module_names import never_served
 from loramux.adapters.formats.peft_config import CONFIG_FILE, PeftConfig
-from loramux.adapters.formats.peft_keys import DeltaKey, Part, parse_key
+from loramux.adapters.formats.peft_keys import DeltaKey, ParameterKey, Part, parse_key
 from loramux.adapters.formats.peft_patterns import BadPattern
 from loramux.adapters.formats.safetensors_header import TensorEntry
 from loramux.adapters.formats.weight_files import MLX_FILE, read_entries, weight_file_of
@@ -33,7 +33,7 @@ from loramux.adapters.inspected import (
     place,
 )
 from loramux.adapters.report import Report
-from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleShape
+from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleShape, Replacement
 from loramux.adapters.unusual import remarks
 from loramux.errors import AdapterRefused
 
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 MOST_OF_ENERGY = 0.9
 
 _NO_BASE = "its base"
+_VOCABULARY = 2**31
+"""More tokens than any base has, where there is none to tell."""
 
 PackedBytes = Callable[[LoraSpec, BaseLayout, str], int]
 """Spec, the base, dtype -> bytes of the adapter's block."""
@@ -82,7 +84,12 @@ def inspect_adapter(
             modules = tuple(_measured(modules, loaded, base)) if measure else modules
             block = packed_bytes(loaded.spec, layout, dtype)
             tiers = TierBytes(_file_bytes(entries), block, dtype)
-            found = replace(found, verdict="serveable", unusual=loaded.spec.warnings)
+            found = replace(
+                found,
+                verdict="serveable",
+                unusual=loaded.spec.warnings,
+                replaced=tuple(map(_replaced, loaded.spec.replacements)),
+            )
         found = replace(found, modules=modules, layers=tuple(_layers(modules)), bytes=tiers)
     peft = config if isinstance(config, PeftConfig) else None
     more = remarks(stated, peft, found.modules, base)
@@ -162,8 +169,24 @@ def _own_layout(stated: Stated, entries: Mapping[str, TensorEntry]) -> BaseLayou
         for path, parts in _shapes(entries).items()
         if never_served(path) is None
     }
-    # With the name that the adapter gives, so that no other name is remarked upon.
-    return BaseLayout(stated.text("base_model_name_or_path") or _NO_BASE, modules)
+    replaceable: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
+    embedding = None
+    for key, entry in entries.items():
+        parsed = parse_key(key)
+        if isinstance(parsed, DeltaKey) and parsed.of_embedding:
+            embedding = parsed.path
+        elif isinstance(parsed, ParameterKey):
+            rows = _VOCABULARY if parsed.origin == "tokens" else next(iter(entry.shape), 0)
+            replaceable[parsed.path][parsed.parameter] = (rows, *entry.shape[1:])
+    ends = {path.rpartition(".")[2]: path for path in (*replaceable, *modules)}
+    return BaseLayout(
+        # With the name that the adapter gives, so that no other name is remarked upon.
+        stated.text("base_model_name_or_path") or _NO_BASE,
+        modules,
+        replaceable=replaceable,
+        embedding=embedding or ends.get("embed_tokens") or ends.get("wte"),
+        head=ends.get("lm_head"),
+    )
 
 
 def _told_by_header(
@@ -240,6 +263,11 @@ def _values_for(share: float, values: Sequence[float], norm: float) -> int:
         if energy >= share:
             return count
     return len(values)
+
+
+def _replaced(replacement: Replacement) -> str:
+    parameter = f"{replacement.module}.{replacement.parameter}"
+    return parameter if replacement.rows is None else f"{parameter} ({len(replacement.rows)} rows)"
 
 
 def _layers(modules: Sequence[ModuleFacts]) -> Iterator[LayerFacts]:

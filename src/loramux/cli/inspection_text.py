@@ -8,7 +8,7 @@ from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from loramux.adapters.inspected import Inspection, LayerFacts, ModuleFacts
+from loramux.adapters.inspected import Inspection, LayerFacts, ModuleFacts, place
 from loramux.adapters.report import printable
 
 _LONGEST_LINE = 400
@@ -27,6 +27,10 @@ def lines(found: Inspection) -> Iterator[str]:
     if found.modules:
         yield ""
         yield from _table(found.modules)
+    if found.replaced:
+        yield ""
+        yield "own values in place of the base's"
+        yield from _replaced(found.replaced)
     if found.unusual:
         yield ""
         yield "unusual"
@@ -78,6 +82,16 @@ def _size(num_bytes: int) -> str:
     while value >= 1024 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
     return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def _replaced(parameters: Sequence[str]) -> Iterator[str]:
+    """A line for each kind of parameter, with the layers that have it."""
+    layers: dict[str, list[int]] = {}
+    for parameter in parameters:
+        kind, layer = place(parameter)
+        layers.setdefault(kind, []).extend(() if layer is None else (layer,))
+    for kind, numbers in layers.items():
+        yield f"  - {printable(kind)}" + (f", layers {_runs(numbers)}" if numbers else "")
 
 
 def _table(modules: Sequence[ModuleFacts]) -> Iterator[str]:

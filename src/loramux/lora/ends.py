@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from loramux.lora.layers import Form, LoraContext
+from loramux.lora.layers import LoraContext
 from loramux.lora.own import OwnModule, Rows
 from loramux.ops.interface import Site, Slice
 from loramux.ops.opaque import own_rows
@@ -43,7 +43,7 @@ class AdaptedNorm(_Wrapper):
     def forward(self, x: Tensor) -> Tensor:
         """x ``[1, T, …]`` -> the same shape."""
         y = self.base(x)
-        if self.form.value is Form.OWN:
+        if self.form.own:
             y = own_rows(y[0], x[0], self.place, self.own)[None]
         return y
 
@@ -115,8 +115,9 @@ class AdaptedHead(_Wrapper):
         y = self.base(x)
         ctx = self.context
         if ctx.own.active:
+            routing = ctx.own.head_routing
             y_rows, x_rows = y[0], x[0].contiguous()
-            found = ctx.own.find(self.name, ctx.head_routing)
+            found = ctx.own.find(self.name, routing)
             for rows, own in found:
                 if own.parameters:
                     y_rows[rows] = functional_call(self.base, own.parameters, (x_rows[rows],))
@@ -125,7 +126,9 @@ class AdaptedHead(_Wrapper):
                     some = y_rows[rows]
                     some[:, numbers] = F.linear(x_rows[rows], values, self._bias_of(numbers))
                     y_rows[rows] = some
-            ctx.ops.lora_add_(y_rows, x_rows, self.site, ctx.arena, ctx.tables, ctx.head_routing)
+            ctx.ops.lora_add_(
+                y_rows, x_rows, self.site, ctx.arena, ctx.tables, ctx.own.head_routing
+            )
             for rows, own in found:
                 if own.shift is not None:
                     y_rows[rows] = y_rows[rows] + own.shift

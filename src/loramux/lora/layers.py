@@ -17,7 +17,7 @@ from loramux.ops.opaque import linear, lora_beside, lora_in_place, own_rows
 
 
 class Form(Enum):
-    """How a step of compiled layers computes LoRA; each form is compiled and captured apart."""
+    """How a step computes LoRA; where layers are compiled, each form is compiled apart."""
 
     NONE = "none"
     """Only the base takes part."""
@@ -34,6 +34,11 @@ class StepForm:
     """The form of the current step."""
 
     value: Form = Form.NONE
+    own: bool = False
+    """Whether it is ``OWN``: compiled code that asks for no more is not compiled for each form."""
+
+    def set(self, form: Form) -> None:
+        self.value, self.own = form, form is Form.OWN
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,6 @@ class LoraContext:
     tables: SlotTables
     routing: Routing
     own: OwnParts
-    head_routing: Routing
-    """The same for the rows whose logits are computed; filled where an adapter needs it."""
     opaque_ops: int | None = None
     """Where layers are compiled: the number by which ``ops.opaque`` finds the op."""
     form: StepForm = field(default_factory=StepForm)

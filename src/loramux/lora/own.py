@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -55,6 +56,9 @@ class OwnParts:
 
     def __init__(self, routing: Routing) -> None:
         self._routing = routing
+        device = routing.token_slot.device
+        self.head_routing = Routing(routing.num_slots, routing.max_tokens, device)
+        """The rows whose logits are computed, where a step has such parts."""
         self._slots: list[dict[str, OwnModule]] = [{} for _ in range(routing.num_slots + 1)]
         self._ends = [False] * len(self._slots)
         self._places: list[tuple[Member, ...]] = []
@@ -82,9 +86,19 @@ class OwnParts:
     def clear(self, slot: Slot) -> None:
         self._slots[slot], self._ends[slot] = {}, False
 
-    def begin_step(self, slots: Iterable[Slot]) -> None:
-        """Say whose rows the step has."""
+    def begin_step(
+        self,
+        slots: Sequence[Slot],
+        tokens_per_seq: Sequence[int],
+        logit_rows: np.ndarray,
+        *,
+        few: bool,
+    ) -> None:
+        """Say whose rows the step has, as ``Routing.fill`` takes them, and which have logits."""
         self.active = self.any_of(slots)
+        if self.active:
+            heads = np.repeat(np.asarray(slots), np.asarray(tokens_per_seq))[logit_rows].tolist()
+            self.head_routing.fill(heads, [1] * len(heads), few=few)
 
     def any_of(self, slots: Iterable[Slot]) -> bool:
         """Whether an adapter of these slots has anything beside LoRA in the layers."""

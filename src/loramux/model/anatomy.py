@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loramux.adapters.fusions import find_fusions
@@ -55,14 +56,13 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     recorder = Recorder(base.name)
     seam.connect(lambda layer: partial(recorder, layer))
     seam.use(IMPLEMENTATION)
-    both_ends = (model.get_input_embeddings(), model.get_output_embeddings())
     linears = {
         name: module
         for name, module in model.named_modules()
-        if linear_shape(module) is not None and module not in both_ends
+        if linear_shape(module) is not None and module is not model.get_output_embeddings()
     }
-    norms = {name: module for name, module in model.named_modules() if _could_be_norm(module)}
-    ends = {name: module for name, module in model.named_modules() if module in both_ends}
+    norms = {name: module for name, module in model.named_modules() if could_be_norm(module)}
+    ends = adaptable_ends(model)
     calls: dict[str, list[Tensor]] = {}
     hooks = [
         module.register_forward_hook(_recorder(calls, name))
@@ -87,9 +87,9 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
         )
     called = [n for n in calls if n in linears and _saw_every_token_once(calls[n])]
     groups = _groups(called, linears, calls)
-    adaptable = [name for name, module in ends.items() if _is_adaptable_end(module, calls, name)]
-    names = (*(name for group in groups for name in group), *adaptable)
-    shapes = tuple(_shape(model.get_submodule(name)) for name in names)
+    called_once = [name for name in ends if len(calls.get(name, ())) == 1]
+    names = (*(name for group in groups for name in group), *called_once)
+    shapes = tuple(module_shape(model.get_submodule(name)) for name in names)
     scaling = tuple(n for n in norms if _is_called_as_norm(calls.get(n, ())))
     return Anatomy(
         attention=recorder.layers,
@@ -101,7 +101,7 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     )
 
 
-def _could_be_norm(module: nn.Module) -> bool:
+def could_be_norm(module: nn.Module) -> bool:
     """Whether all that a module has is vectors called weight and bias."""
     parameters = dict(module.named_parameters())
     return (
@@ -117,15 +117,19 @@ def _is_called_as_norm(inputs: Sequence[Tensor]) -> bool:
     return len(inputs) == 1 and inputs[0].dim() > 2 and inputs[0].shape[:2] == (1, _PROBE_TOKENS)
 
 
-def _is_adaptable_end(module: nn.Module, calls: Mapping[str, Sequence[Tensor]], name: str) -> bool:
-    """Whether adapters may change an embedding or a head: one that does nothing unusual."""
-    if len(calls.get(name, ())) != 1:
-        return False
-    if isinstance(module, nn.Embedding):
-        # Subclasses may do anything; those of transformers that scale say so by this name.
-        known = type(module) is nn.Embedding or hasattr(module, "embed_scale")
-        return known and module.max_norm is None
-    return type(module) is nn.Linear
+def adaptable_ends(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Embedding and head by name, as far as adapters may change them: those of no unusual kind."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if module is head and type(head) is nn.Linear:
+            found[name] = module
+        elif module is embedding and isinstance(module, nn.Embedding):
+            # Subclasses may do anything; those of transformers that scale say so by this name.
+            usual = type(module) is nn.Embedding or hasattr(module, "embed_scale")
+            if usual and module.max_norm is None:
+                found[name] = module
+    return found
 
 
 def embedding_scale(module: nn.Embedding) -> Tensor | None:
@@ -191,7 +195,8 @@ def _qkv_rows(layer: AttentionLayer) -> tuple[int, int, int]:
     )
 
 
-def _shape(module: nn.Module) -> ModuleShape:
+def module_shape(module: nn.Module) -> ModuleShape:
+    """The shape of a module that can take LoRA; an embedding reads one-hot vectors."""
     if isinstance(module, nn.Embedding):
         return ModuleShape(module.num_embeddings, module.embedding_dim)
     shape = linear_shape(module)

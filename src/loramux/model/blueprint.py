@@ -16,7 +16,14 @@ from loramux.adapters.formats.module_names import ModuleNames
 from loramux.adapters.formats.safetensors_header import read_header
 from loramux.adapters.spec import BaseLayout
 from loramux.errors import ModelNotServable
-from loramux.model.anatomy import examine, layout_of, linear_shape
+from loramux.model.anatomy import (
+    adaptable_ends,
+    could_be_norm,
+    examine,
+    layout_of,
+    linear_shape,
+    module_shape,
+)
 from loramux.model.attention_seam import AttentionSeam
 from loramux.model.load import BaseModel, adopt, read_config, resolve_dtype
 from loramux.model.stack import decoder_layers
@@ -72,7 +79,9 @@ def _layout_by_names(base: BaseModel) -> BaseLayout:
     named = base.model.named_modules()
     shapes = {name: linear_shape(module) for name, module in named if module in inside}
     modules = {name: shape for name, shape in shapes.items() if shape is not None}
-    return layout_of(base, modules, attention={})
+    modules |= {name: module_shape(end) for name, end in adaptable_ends(base.model).items()}
+    norms = [name for name, module in base.model.named_modules() if could_be_norm(module)]
+    return layout_of(base, modules, attention={}, norms=norms)
 
 
 class StoredWeights:

@@ -111,10 +111,12 @@ class EagerRunner:
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
     ) -> Tensor:
         context, slots = self._context, [s.slot for s in sequences]
-        max_rank, few = _mix_of(slots, context)
-        context.routing.fill(slots, [len(s.token_ids) for s in sequences], few=few)
+        max_rank, few, form = _mix_of(slots, context)
+        counts = [len(s.token_ids) for s in sequences]
+        context.routing.fill(slots, counts, few=few)
         context.ops.begin_step(max_rank, few=few)
-        _begin_own_parts(context, inputs, sequences, few=few)
+        context.own.begin_step(slots, counts, inputs.logit_rows, few=few)
+        context.form.set(form)
         self._backend.begin_step(inputs.attention)
         device = self._base.model.device
         token_ids = torch.from_numpy(inputs.token_ids).to(device)
@@ -255,26 +257,19 @@ class CapturedRunner:
         return self._forward(num_rows, self._logit_rows[: len(inputs.logit_rows)])
 
     def _key(self, num_rows: int, sequences: Sequence[SequenceStep], kind: StepKind) -> GraphKey:
-        tables, slots = self._context.tables, {s.slot for s in sequences}
-        max_rank, few = _mix_of(slots, self._context)
-        if max_rank == 0:
-            return GraphKey(num_rows, Form.NONE, kind=kind)
-        gain = any(tables.has_gain[slot] for slot in slots)
-        form = _form(gain=gain, own=self._context.own.any_of(slots))
+        max_rank, few, form = _mix_of((s.slot for s in sequences), self._context)
+        if form is Form.NONE:
+            return GraphKey(num_rows, form, kind=kind)
         return GraphKey(num_rows, form, self._ops.bucket_of(max_rank), few, kind)
 
     def _set_up(self, key: GraphKey, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> None:
         """Bring a step into the buffers that the forward reads."""
         self._uploads.begin_step()
-        self._context.form.value = key.form
+        self._context.form.set(key.form)
         self._ops.begin_step(key.rank_bucket, few=key.few)
-        _begin_own_parts(self._context, inputs, sequences, few=key.few)
-        self._context.routing.fill(
-            [s.slot for s in sequences],
-            [len(s.token_ids) for s in sequences],
-            key.bucket,
-            few=key.few,
-        )
+        slots, counts = [s.slot for s in sequences], [len(s.token_ids) for s in sequences]
+        self._context.routing.fill(slots, counts, key.bucket, few=key.few)
+        self._context.own.begin_step(slots, counts, inputs.logit_rows, few=key.few)
         self._backend.begin_step(inputs.attention, key.bucket, key.kind)
         self._uploads.copy(self._token_ids, inputs.token_ids)
         self._uploads.copy(self._positions, inputs.positions)
@@ -328,19 +323,15 @@ def _form(*, gain: bool, own: bool) -> Form:
     return Form.IN_PLACE if gain else Form.BESIDE
 
 
-def _begin_own_parts(
-    context: LoraContext, inputs: StepInputs, sequences: Sequence[SequenceStep], *, few: bool
-) -> None:
-    """Tell who has parts of their own in a step, and in which rows of logits."""
-    slots = [s.slot for s in sequences]
-    context.own.begin_step(slots)
-    if context.own.active:
-        of_rows = np.repeat(slots, [len(s.token_ids) for s in sequences])[inputs.logit_rows]
-        context.head_routing.fill(of_rows.tolist(), [1] * len(of_rows), few=few)
+def _mix_of(slots: Iterable[Slot], context: LoraContext) -> tuple[int, bool, Form]:
+    """The largest rank of a step, whether few adapters take part, and the form that it needs.
 
-
-def _mix_of(slots: Iterable[Slot], context: LoraContext) -> tuple[int, bool]:
-    """The largest rank of a step, and whether few adapters take part; the base is none of them."""
+    The base is none of the adapters.
+    """
     adapters = {*slots} - {context.routing.num_slots}
-    max_rank = max((context.tables.max_rank[slot] for slot in adapters), default=0)
-    return max_rank, len(adapters) <= FEW_ADAPTERS
+    tables, few = context.tables, len(adapters) <= FEW_ADAPTERS
+    if not adapters:
+        return 0, few, Form.NONE
+    gain = any(tables.has_gain[slot] for slot in adapters)
+    form = _form(gain=gain, own=context.own.any_of(adapters))
+    return max(tables.max_rank[slot] for slot in adapters), few, form

@@ -102,7 +102,6 @@ class Worker:
             self._tables,
             routing,
             self._own,
-            Routing(num_slots, max_step_tokens, device),
             None if compiled is None else compiled.ops.number,
         )
         self._norms = {name: base.model.get_submodule(name) for name in anatomy.norms}

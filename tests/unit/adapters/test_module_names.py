@@ -71,7 +71,7 @@ def test_name_that_could_be_two_modules_is_ambiguous():
         ("model.vision_tower.layers.0.q_proj", "vision"),
         ("model.layers.0.mlp.experts.3.up_proj", "experts"),
         ("model.layers.0.mlp.gate", "router"),
-        ("lm_head", "lm_head"),
+        ("transformer.wte", "no module of tiny/llama"),
         ("model.norm", "no linear"),
         ("model.layers.7.mlp.up_proj", "no such layer"),
         ("model.layers.0.self_attn.z_proj", "no module of tiny/llama"),

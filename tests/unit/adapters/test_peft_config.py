@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from loramux.adapters.formats.files import MalformedFile
+from loramux.adapters.formats.meaning import BesideLora
 from loramux.adapters.formats.peft_config import PeftConfig, parse_config, read_config
 from loramux.adapters.report import Report
 from tests.adapter_files import lora_config
@@ -145,11 +146,8 @@ def test_encoder_decoder_task_is_only_a_warning():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("modules_to_save", ["lm_head"]),
-        ("trainable_token_indices", [1, 2]),
         ("target_parameters", ["mlp.experts.down_proj"]),
         ("layer_replication", [[0, 2]]),
-        ("lora_bias", True),
         ("alora_invocation_tokens", [1]),
         ("use_qalora", True),
         ("use_bdlora", {"nblocks": 2}),
@@ -158,9 +156,17 @@ def test_encoder_decoder_task_is_only_a_warning():
         ("velora_config", {"num_groups": 8}),
         ("arrow_config", {"top_k": 2}),
         ("enable_lora", [True, False, True]),
-        ("bias", "all"),
-        ("bias", "lora_only"),
         ("bias", "some"),
+        ("bias", []),
+        ("lora_bias", "yes"),
+        ("modules_to_save", "lm_head"),
+        ("modules_to_save", ["lm_head", 3]),
+        ("modules_to_save", [""]),
+        ("trainable_token_indices", 3),
+        ("trainable_token_indices", [1, 1]),
+        ("trainable_token_indices", [-1]),
+        ("trainable_token_indices", [True]),
+        ("trainable_token_indices", {"embed_tokens": 3}),
     ],
 )
 def test_field_that_changes_the_arithmetic_is_refused_by_name(name: str, value: object):
@@ -173,8 +179,19 @@ def test_same_field_unset_is_served(name: str, value: object):
     accepted(**{name: value})
 
 
-def test_refused_modules_to_save_are_named():
-    assert "lm_head, embed_tokens" in refusal(modules_to_save=["lm_head", "embed_tokens"])
+def test_what_was_trained_beside_lora_is_read():
+    beside = accepted(
+        bias="lora_only",
+        lora_bias=True,
+        modules_to_save=["lm_head", "norm"],
+        trainable_token_indices={"embed_tokens": [7, 3]},
+        ensure_weight_tying=True,
+    ).beside
+    assert beside == BesideLora(
+        "lora_only", True, ("lm_head", "norm"), {"embed_tokens": (7, 3)}, ties=True
+    )
+    assert accepted().beside == BesideLora()
+    assert accepted(trainable_token_indices=[7, 3]).beside.token_rows == {"": (7, 3)}
 
 
 @pytest.mark.parametrize(
@@ -238,8 +255,8 @@ def test_targets_listed_twice_count_once():
 
 
 def test_all_findings_come_together():
-    text = refusal(r=0, bias="all", use_superlora=True, task_type="SEQ_CLS")
-    assert all(word in text for word in ("r must", "bias=all", "use_superlora", "SEQ_CLS"))
+    text = refusal(r=0, bias="some", use_superlora=True, task_type="SEQ_CLS")
+    assert all(word in text for word in ("r must", "bias must", "use_superlora", "SEQ_CLS"))
 
 
 # Files -------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from loramux.adapters.formats.peft_keys import DeltaKey, describe_other, parse_key
+from loramux.adapters.formats.peft_keys import DeltaKey, ParameterKey, describe_other, parse_key
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -17,11 +17,14 @@ Q = "model.layers.0.self_attn.q_proj"
         (f"base_model.model.{Q}.lora_magnitude_vector.weight", "lora_magnitude_vector", None),
         (f"{Q}.lora_magnitude_vector.default", "lora_magnitude_vector", "default"),
         (f"{Q}.lora_magnitude_vector.default.weight", "lora_magnitude_vector", "default"),
+        (f"{Q}.lora_B.bias", "lora_B.bias", None),
+        (f"{Q}.lora_B.default.bias", "lora_B.bias", "default"),
     ],
 )
 def test_spellings_of_a_delta(key: str, part: str, adapter: str | None):
     parsed = parse_key(key)
-    assert parsed is not None
+    assert isinstance(parsed, DeltaKey)
+    assert not parsed.of_embedding
     assert (parsed.path, parsed.part, parsed.adapter) == (Q, part, adapter)
 
 
@@ -31,16 +34,46 @@ def test_headless_path_keeps_its_own_form():
 
 
 @pytest.mark.parametrize(
+    ("key", "part", "adapter"),
+    [
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "lora_A", None),
+        ("model.embed_tokens.lora_embedding_B.default", "lora_B", "default"),
+    ],
+)
+def test_lora_on_an_embedding_has_words_of_its_own(key: str, part: str, adapter: str | None):
+    parsed = parse_key(key)
+    assert parsed == DeltaKey("model.embed_tokens", part, adapter, of_embedding=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        (f"base_model.model.{Q}.base_layer.bias", (Q, "bias", "base layer")),
+        (f"{Q}.bias", (Q, "bias", "own")),
+        ("base_model.model.lm_head.weight", ("lm_head", "weight", "own")),
+        ("base_model.model.lm_head.modules_to_save.weight", ("lm_head", "weight", "own")),
+        ("lm_head.modules_to_save.default.weight", ("lm_head", "weight", "own")),
+        (
+            "model.embed_tokens.token_adapter.trainable_tokens_delta",
+            ("model.embed_tokens", "weight", "tokens"),
+        ),
+        (
+            "model.embed_tokens.token_adapter.trainable_tokens_delta.default",
+            ("model.embed_tokens", "weight", "tokens"),
+        ),
+    ],
+)
+def test_values_for_parameters_of_the_base(key: str, expected: tuple[str, str, str]):
+    parsed = parse_key(key)
+    assert isinstance(parsed, ParameterKey)
+    assert (parsed.path, parsed.parameter, parsed.origin) == expected
+
+
+@pytest.mark.parametrize(
     ("key", "word"),
     [
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "embedding"),
-        (f"{Q}.lora_B.bias", "lora_bias"),
-        (f"{Q}.lora_B.default.bias", "lora_bias"),
-        (f"{Q}.base_layer.bias", "bias=all"),
+        (f"{Q}.lora_A.bias", "unknown kind"),
         (f"{Q}.lora_a", "mlx-lm"),
-        ("model.embed_tokens.token_adapter.trainable_tokens_delta", "trainable_token_indices"),
-        ("base_model.model.lm_head.weight", "lm_head"),
-        ("base_model.model.model.norm.weight", "modules_to_save"),
         ("base_model.model.score.modules_to_save.weight", "score"),
         (f"{Q}.lora_E", "AdaLoRA"),
         (f"{Q}.lora_C.weight", "unknown kind"),

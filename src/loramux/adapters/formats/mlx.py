@@ -24,6 +24,9 @@ from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout
 
+_EMBEDDINGS = frozenset({"embed_tokens", "wte"})
+"""mlx-lm lets LoRA on a tied embedding act on the head as well, where PEFT does not."""
+
 
 def read_mlx(name: str, directory: Path, base: BaseLayout, *, max_rank: int) -> LoadedAdapter:
     """Read and check the adapter in ``directory`` for ``base``; weights stay on the CPU.
@@ -51,6 +54,9 @@ def _open_weights(
         module = module_of_mlx_key(key)
         if module is None:
             report.refuse("tensors that LoRA of mlx-lm does not have", key)
+            continue
+        if module.rpartition(".")[2] in _EMBEDDINGS:
+            report.refuse("LoRA on an embedding is not served in this format", module)
             continue
         unused = config.why_unused(module, num_layers) if config is not None else None
         if unused is not None:

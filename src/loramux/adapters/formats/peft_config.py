@@ -203,7 +203,7 @@ class _Fields:
     def beside(self) -> BesideLora:
         return BesideLora(
             bias=self._bias(),
-            lora_bias=self.flag("lora_bias"),
+            lora_bias=fields.is_live(self._raw.get("lora_bias")) and self.flag("lora_bias"),
             modules_to_save=self._names("modules_to_save"),
             token_rows=self._token_rows(),
             ties=self.flag("ensure_weight_tying"),
@@ -218,7 +218,7 @@ class _Fields:
 
     def _names(self, name: str) -> tuple[str, ...]:
         value = self._raw.get(name)
-        if value is None:
+        if not fields.is_live(value):
             return ()
         if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
             return tuple(dict.fromkeys(value))
@@ -228,7 +228,7 @@ class _Fields:
     def _token_rows(self) -> Mapping[str, tuple[int, ...]]:
         name = "trainable_token_indices"
         value = self._raw.get(name)
-        if value is None or value == []:
+        if not fields.is_live(value):
             return {}
         table = {"": value} if isinstance(value, list) else value
         if not isinstance(table, dict) or not all(map(fields.is_token_list, table.values())):
