@@ -117,10 +117,12 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def build(name: str) -> PreTrainedModel:
+def build(name: str, **change: Any) -> PreTrainedModel:
     """A random model whose greedy tokens change from place to place and hang on the context."""
     architecture = ARCHITECTURES[name]
-    config = getattr(transformers, architecture.config)(**{**_COMMON, **architecture.change})
+    config = getattr(transformers, architecture.config)(
+        **{**_COMMON, **architecture.change, **change}
+    )
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():

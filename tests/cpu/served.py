@@ -82,6 +82,10 @@ class Served:
             dora=dora,
             **how,  # type: ignore[arg-type]
         )
+        self.add_saved(name)
+
+    def add_saved(self, name: str) -> None:
+        """Read and install an adapter whose files are in the folder."""
         self.prepared[name] = self.worker.read_adapter(name, self._folder / name)
         self.worker.install(self.prepared[name])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -20,8 +21,10 @@ from loramux.ops.opaque import attend, register_attention
 from loramux.ops.torch_attention import TorchAttention
 from loramux.ops.triton_lora import TritonOps
 from loramux.ops.upload import Uploads
+from loramux.testing import tiny_model
 from loramux.worker.runner import CompiledOptions
-from tests.cpu.served import ADAPTERS, BASE, SLOTS, Served, part
+from tests.cpu.served import ADAPTERS, BASE, SLOTS, TARGETS, Served, part
+from tests.cpu.test_own_values import save
 
 PROMPT = [(37 * i + 11) % 160 for i in range(7)]
 OTHER = [(53 * i + 5) % 160 for i in range(4)]
@@ -102,6 +105,36 @@ def test_answers_are_those_of_peft(
     for slot, got in zip(slots, rows, strict=True):
         wanted = model.expected(None if slot == BASE else ADAPTERS[slot], PROMPT)
         assert got == pytest.approx(wanted, abs=1e-4)
+
+
+OWN = {
+    "norms, head": {"modules_to_save": ["norm", "input_layernorm", "lm_head"]},
+    "linear": {"modules_to_save": ["k_proj"], "target_modules": ["q_proj", "down_proj"]},
+    "shift": {"lora_bias": True},
+    "ends": {"target_modules": ["q_proj", "embed_tokens", "lm_head"], "use_dora": True},
+    "tokens": {"trainable_token_indices": [PROMPT[2], PROMPT[0]]},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_adapters_with_values_of_their_own_answer_as_peft_does(
+    tmp_path: Path, compiler: CompileCounter, name: str
+) -> None:
+    model = served(tmp_path, compiler)
+    targets = {"r": 4, "target_modules": list(TARGETS), "task_type": "CAUSAL_LM"}
+    save(tiny_model(), LoraConfig(**(targets | OWN[name])), tmp_path / "own")
+    model.add_saved("own")
+    model.worker.apply([model.load(2, "own")])
+    alone = [part(PROMPT, BASE, blocks=[i]) for i in range(4)]
+    before = model.run(*alone)[0]
+
+    slots = [BASE, 0, 1, 2]
+    rows = model.run(*(part(PROMPT, slot, blocks=[i]) for i, slot in enumerate(slots)))
+
+    for adapter, got in zip((None, *ADAPTERS[:2], "own"), rows, strict=True):
+        assert got == pytest.approx(model.expected(adapter, PROMPT), abs=1e-4)
+    assert rows[0] == before, "the base's rows must keep every bit"
+    assert not counters["graph_break"]
 
 
 def test_layers_and_batch_sizes_share_a_compilation_of_each_form(

@@ -11,7 +11,7 @@ import torch
 from loramux.adapters.spec import LoraSpec, ModuleDelta
 from loramux.types import AdapterId
 
-_DOMAIN = b"loramux adapter 1\n"
+_DOMAIN = b"loramux adapter 2\n"
 
 
 def adapter_id(spec: LoraSpec, tensors: Mapping[str, torch.Tensor]) -> AdapterId:
@@ -22,10 +22,12 @@ def adapter_id(spec: LoraSpec, tensors: Mapping[str, torch.Tensor]) -> AdapterId
     """
     digest = hashlib.sha256(_DOMAIN)
     for delta in sorted(spec.deltas, key=_place):
-        weights = _weights(delta, tensors)
-        digest.update(_description(delta, weights))
-        for tensor in weights:
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        rows = None if delta.rows is None else [delta.rows.start, delta.rows.stop]
+        facts = [delta.module, rows, delta.rank, float(delta.scale).hex(), _kinds(delta)]
+        _add(digest, facts, _weights(delta, tensors))
+    for own in sorted(spec.replacements, key=lambda own: (own.module, own.parameter)):
+        facts = ["own", own.module, own.parameter, own.rows]
+        _add(digest, facts, [tensors[own.tensor]])
     return AdapterId(digest.hexdigest())
 
 
@@ -33,14 +35,20 @@ def _place(delta: ModuleDelta) -> tuple[str, int]:
     return delta.module, 0 if delta.rows is None else delta.rows.start
 
 
+def _kinds(delta: ModuleDelta) -> list[bool]:
+    """Which of the tensors there are that a delta need not have."""
+    return [delta.magnitude is not None, delta.b_bias is not None]
+
+
 def _weights(delta: ModuleDelta, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    by_row = (delta.b,) if delta.magnitude is None else (delta.b, delta.magnitude)
+    by_row = (key for key in (delta.b, delta.magnitude, delta.b_bias) if key is not None)
     return [tensors[delta.a], *(torch.cat(delta.pick(tensors[key])) for key in by_row)]
 
 
-def _description(delta: ModuleDelta, weights: list[torch.Tensor]) -> bytes:
-    """All but the bytes; it tells how many of them follow, so that no two adapters can collide."""
+def _add(digest: hashlib._Hash, facts: list[object], weights: list[torch.Tensor]) -> None:
+    """All that is said about weights, which tells how many bytes follow, and these bytes: so no two
+    adapters can collide."""
     parts = [[str(tensor.dtype), list(tensor.shape)] for tensor in weights]
-    rows = None if delta.rows is None else [delta.rows.start, delta.rows.stop]
-    line = [delta.module, rows, delta.rank, float(delta.scale).hex(), parts]
-    return json.dumps(line).encode() + b"\n"
+    digest.update(json.dumps([*facts, parts]).encode() + b"\n")
+    for tensor in weights:
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)

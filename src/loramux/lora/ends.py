@@ -34,17 +34,20 @@ class _Wrapper(nn.Module):
 class AdaptedNorm(_Wrapper):
     """A norm whose weight an adapter may have its own values for."""
 
-    def __init__(self, base: nn.Module, context: LoraContext, place: int) -> None:
+    def __init__(self, base: nn.Module, context: LoraContext, place: int, tokens_at: int) -> None:
+        """``tokens_at``: the dimension of its input in which the tokens are."""
         super().__init__(base, context)
+        self.tokens_at = tokens_at
         self.form = context.form
         self.own = context.own.number
         self.register_buffer("place", torch.tensor(place), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[1, T, …]`` -> the same shape."""
+        """x ``[1, …, T, …, size]`` -> the same shape."""
         y = self.base(x)
         if self.form.own:
-            y = own_rows(y[0], x[0], self.place, self.own)[None]
+            x, y = (t.movedim(self.tokens_at, 0) for t in (x, y))
+            y = own_rows(y, x, self.place, self.own).movedim(0, self.tokens_at)
         return y
 
 

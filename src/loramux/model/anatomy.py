@@ -36,8 +36,9 @@ class Anatomy:
     """Modules (rows of the table) that run as one linear: consecutive rows, in order of calls."""
     runs: tuple[tuple[int, ...], ...]
     """Decoder layers that may run as one module (``model.stack``)."""
-    norms: tuple[str, ...]
-    """Modules in and behind the layers that scale each token's vector by a weight."""
+    norms: Mapping[str, int]
+    """Modules that scale each token's vectors by a weight, and the dimension of their input in
+    which the tokens are."""
     layout: BaseLayout
 
     @property
@@ -90,14 +91,16 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     called_once = [name for name in ends if len(calls.get(name, ())) == 1]
     names = (*(name for group in groups for name in group), *called_once)
     shapes = tuple(module_shape(model.get_submodule(name)) for name in names)
-    scaling = tuple(n for n in norms if _is_called_as_norm(calls.get(n, ())))
+    scaling = {n: at for n in norms if (at := _tokens_at(calls.get(n, ()))) is not None}
     return Anatomy(
         attention=recorder.layers,
         modules=ModuleTable(names, shapes),
         sites=_rows(groups),
         runs=runs_of(layer_calls),
         norms=scaling,
-        layout=layout_of(base, dict(zip(names, shapes, strict=True)), recorder.layers, scaling),
+        layout=layout_of(
+            base, dict(zip(names, shapes, strict=True)), recorder.layers, tuple(scaling)
+        ),
     )
 
 
@@ -112,9 +115,15 @@ def could_be_norm(module: nn.Module) -> bool:
     )
 
 
-def _is_called_as_norm(inputs: Sequence[Tensor]) -> bool:
-    """Whether it saw the tokens once, in the dimension that the rows of a step have."""
-    return len(inputs) == 1 and inputs[0].dim() > 2 and inputs[0].shape[:2] == (1, _PROBE_TOKENS)
+def _tokens_at(inputs: Sequence[Tensor]) -> int | None:
+    """The dimension in which a norm that was called once saw the tokens; None if it is in doubt.
+
+    The last one is the vectors' own.
+    """
+    if len(inputs) != 1 or inputs[0].dim() < 3 or inputs[0].shape[0] != 1:
+        return None
+    found = [d for d, size in enumerate(inputs[0].shape[:-1]) if size == _PROBE_TOKENS]
+    return found[0] if len(found) == 1 else None
 
 
 def adaptable_ends(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -54,10 +54,10 @@ def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> li
 
 def _insert_ends(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> None:
     """Norms, embedding and head that adapters may change."""
-    for name in anatomy.norms:
+    for name, tokens_at in anatomy.norms.items():
         norm = model.get_submodule(name)
         place = context.own.add_place(Member(name, norm))
-        _replace(model, name, AdaptedNorm(norm, context, place))
+        _replace(model, name, AdaptedNorm(norm, context, place, tokens_at))
     rows = anatomy.modules.index()
     if (name := anatomy.layout.embedding) is not None:
         embedding = cast(nn.Embedding, model.get_submodule(name))

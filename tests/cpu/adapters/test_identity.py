@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from loramux.adapters.identity import adapter_id
-from loramux.adapters.spec import LoraSpec, ModuleDelta
+from loramux.adapters.spec import LoraSpec, ModuleDelta, Replacement
 from loramux.types import AdapterId
 
 
@@ -131,3 +131,13 @@ def test_fused_weights_have_the_id_of_the_same_weights_cut():
     cut = LoraSpec((ModuleDelta("k", 2, 0.5, "q.a", "k.b"), ModuleDelta("v", 2, 0.5, "q.a", "v.b")))
     other = {**found, "k.b": found["q.b"][:4], "v.b": found["q.b"][4:]}
     assert adapter_id(fused, found) == adapter_id(cut, other)
+
+
+def test_values_of_its_own_and_biases_of_b_are_part_of_an_adapter():
+    plain = spec()
+    own = replace(plain, replacements=(Replacement("norm", "weight", "q.a"),))
+    rows = replace(plain, replacements=(Replacement("norm", "weight", "q.a", (1, 2)),))
+    elsewhere = replace(plain, replacements=(Replacement("norm", "bias", "q.a"),))
+    shifted = replace(plain, deltas=(replace(plain.deltas[0], b_bias="q.b"), *plain.deltas[1:]))
+    specs = (plain, own, rows, elsewhere, shifted)
+    assert len({adapter_id(s, tensors()) for s in specs}) == len(specs)

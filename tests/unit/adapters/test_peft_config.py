@@ -1,17 +1,20 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig
 
+from loramux.adapters.formats import peft_fields as fields
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.meaning import BesideLora
 from loramux.adapters.formats.peft_config import PeftConfig, parse_config, read_config
 from loramux.adapters.report import Report
-from tests.adapter_files import lora_config
+from tests.adapter_files import REPOSITORY, lora_config
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -295,3 +298,11 @@ def test_unreadable_file_is_a_finding(data: bytes | None, word: str, tmp_path: P
     assert read_config(tmp_path, report) is None
     assert "adapter_config.json" in report.reasons[0]
     assert word in report.reasons[0]
+
+
+def test_the_documents_say_what_becomes_of_every_field():
+    page = (REPOSITORY / "docs" / "adapters.md").read_text(encoding="utf-8")
+    table = page.partition("## Every field")[2].partition("\n## ")[0]
+    assert [name for name in sorted(fields.KNOWN) if f"`{name}`" not in table] == []
+    known_to_peft = {field.name for field in dataclasses.fields(LoraConfig)}
+    assert [name for name in sorted(known_to_peft) if f"`{name}`" not in table] == []
