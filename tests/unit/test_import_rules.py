@@ -61,7 +61,8 @@ WITHOUT_TORCH = (
 )  # fmt: skip
 
 WITH_TORCH = (
-    "adapters.formats.load", "adapters.formats.mlx", "adapters.formats.peft",
+    "adapters.formats.load", "adapters.formats.mlx", "adapters.formats.nemo",
+    "adapters.formats.peft",
     "adapters.formats.reader", "adapters.formats.tensors", "adapters.identity",
     "adapters.spectrum", "demo.convert",
     "engine.text",

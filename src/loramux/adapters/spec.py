@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from loramux.types import AdapterId
 
@@ -44,6 +44,13 @@ class Fusion:
         return tuple(range(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
 
 
+class HeadCounts(NamedTuple):
+    """Heads of one attention layer; query heads share key heads in consecutive groups."""
+
+    query: int
+    key_value: int
+
+
 @dataclass(frozen=True)
 class BaseLayout:
     """The modules of the base model that is really loaded, as far as adapters may name them."""
@@ -57,6 +64,8 @@ class BaseLayout:
     """What transformers calls the family of the text model."""
     fusions: tuple[Fusion, ...] = ()
     """Linears that adapters may have in one where this base has them apart, and the reverse."""
+    heads: Mapping[int, HeadCounts] = field(default_factory=dict)
+    """By number of layer, as far as they are known."""
 
 
 @dataclass(frozen=True, slots=True)

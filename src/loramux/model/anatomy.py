@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from loramux.adapters.fusions import find_fusions
-from loramux.adapters.spec import BaseLayout, ModuleShape
+from loramux.adapters.spec import BaseLayout, HeadCounts, ModuleShape
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import ModuleTable
 from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam, Recorder
@@ -116,6 +116,7 @@ def layout_of(
         everything - modules.keys(),
         model_type,
         find_fusions(model_type, modules, qkv_rows),
+        {n: HeadCounts(layer.num_heads, layer.kv.num_kv_heads) for n, layer in attention.items()},
     )
 
 

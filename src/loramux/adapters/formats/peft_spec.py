@@ -162,7 +162,7 @@ class _DeltaBuilder:
             self.report.refuse(f"lora_A has rank {rank_a}, but lora_B has rank {rank_b}", path)
         elif rank_a != rank:
             self.report.refuse(
-                f"the weights have rank {rank_a}, but adapter_config.json says rank {rank}", path
+                f"the weights have rank {rank_a}, but the configuration says rank {rank}", path
             )
         return rank_a == rank_b == rank
 
