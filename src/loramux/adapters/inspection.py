@@ -32,6 +32,7 @@ from loramux.adapters.inspected import (
 )
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleShape
+from loramux.adapters.trtllm_names import trtllm_name
 from loramux.adapters.unusual import remarks
 from loramux.errors import AdapterRefused
 
@@ -158,7 +159,15 @@ def _told_by_header(told: Overview) -> Iterator[ModuleFacts]:
             alpha = _alpha(rank, scale, use_rslora=bool(told.use_rslora))
         rank = next(iter(parts.get("lora_A", ())), rank)
         kind, layer = place(path)
-        yield ModuleFacts(module=path, kind=kind, layer=layer, rank=rank, alpha=alpha, scale=scale)
+        yield ModuleFacts(
+            module=path,
+            kind=kind,
+            layer=layer,
+            trtllm_name=trtllm_name(path),
+            rank=rank,
+            alpha=alpha,
+            scale=scale,
+        )
 
 
 def _rank_and_scale(config: Meaning | None, path: str) -> tuple[int | None, float | None]:
@@ -180,6 +189,7 @@ def _told_by_spec(spec: LoraSpec, *, use_rslora: bool) -> Iterator[ModuleFacts]:
             module=delta.module,
             kind=kind,
             layer=layer,
+            trtllm_name=trtllm_name(delta.module),
             rows=None if delta.rows is None else (delta.rows.start, delta.rows.stop),
             rank=delta.rank,
             alpha=_alpha(delta.rank, delta.scale, use_rslora=use_rslora),

@@ -52,6 +52,16 @@ class HeadCounts(NamedTuple):
 
 
 @dataclass(frozen=True)
+class OpenModules:
+    """The modules that adapters may change, where the operator has named some."""
+
+    words: str
+    """As the operator wrote them."""
+    names: frozenset[str]
+    """Modules of the base by full name, and parts of those that others have as several."""
+
+
+@dataclass(frozen=True)
 class BaseLayout:
     """The modules of the base model that is really loaded, as far as adapters may name them."""
 
@@ -66,6 +76,27 @@ class BaseLayout:
     """Linears that adapters may have in one where this base has them apart, and the reverse."""
     heads: Mapping[int, HeadCounts] = field(default_factory=dict)
     """By number of layer, as far as they are known."""
+    open_modules: OpenModules | None = None
+    """None: adapters may change all modules."""
+
+    def parts_of(self, module: str, rows: range | None = None) -> list[str]:
+        """What is one module here and several elsewhere, part by part, as far as ``rows`` go."""
+        for fusion in self.fusions:
+            if fusion.fused == module and fusion.order_is_known:
+                pairs = zip(fusion.parts, fusion.rows, strict=True)
+                return [part for part, own in pairs if rows is None or _overlap(own, rows)]
+        return [module]
+
+    def closed_parts(self, module: str, rows: range | None = None) -> list[str]:
+        """Those among them that adapters may not change."""
+        if self.open_modules is None:
+            return []
+        names = self.open_modules.names
+        return [part for part in self.parts_of(module, rows) if part not in names]
+
+
+def _overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
 
 
 @dataclass(frozen=True, slots=True)
