@@ -86,7 +86,7 @@ class AdapterOptions:
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_rank", self.max_rank, 1)
         words = self.lora_target_modules
-        if words is not None and not all(re.fullmatch(r"[\w.]+", w) for w in words.split(",")):
+        if words is not None and not all(re.fullmatch(r"[\w.-]+", w) for w in words.split(",")):
             raise ConfigError(
                 f"lora_target_modules {words!r}: write names with commas between, such as "
                 "q_proj,v_proj"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,17 @@ def test_tied_embeddings_stay_tied_and_as_they_are(tmp_path: Path) -> None:
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert torch.equal(again.lm_head.weight, model.lm_head.weight)
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_generation_settings_are_kept_as_they_are(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Also such as transformers would not save: a temperature without sampling."""
+    base = tmp_path / "base"
+    shutil.copytree(bases["llama"], base)
+    text = '{"do_sample": false, "temperature": 0.6, "eos_token_id": 2}'
+    (base / "generation_config.json").write_text(text)
+    source, _ = peft(tmp_path / "source", **SPLIT["only v"])
+    convert(source, tmp_path / "out", base, "--merge")
+    assert (tmp_path / "out" / "generation_config.json").read_text() == text
 
 
 def test_weights_that_stand_transposed_are_merged(tmp_path: Path) -> None:

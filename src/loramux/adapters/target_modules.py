@@ -15,16 +15,22 @@ def restrict(base: BaseLayout, words: str | None) -> BaseLayout:
 
     A word is the name of a module in full, the end of one (``q_proj``, ``mlp.up_proj``) or a name
     of TensorRT-LLM; a fused linear stands for its parts. Raises ConfigError for one that names
-    nothing.
+    nothing, or two things.
     """
     if words is None:
         return base
     names: set[str] = set()
     for word in words.split(","):
-        found = {unit for unit, also in _units(base) if any(_means(word, n) for n in (unit, *also))}
-        if not found:
+        named = {unit for unit, also in _units(base) if any(_ends(n, word) for n in (unit, *also))}
+        meant = {unit for unit, also in _units(base) if word in map(trtllm_name, (unit, *also))}
+        if not named | meant:
             raise ConfigError(_names_nothing(word, base))
-        names |= found
+        if named and meant - named:
+            raise ConfigError(
+                f"lora_target_modules: {word!r} is the name of {min(named)}, and TensorRT-LLM's of "
+                f"{min(meant)}: write more of the one that is meant"
+            )
+        names |= named | meant
     return replace(base, open_modules=OpenModules(words, frozenset(names)))
 
 
@@ -42,8 +48,8 @@ def _units(base: BaseLayout) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield part, () if whole == part else (whole,)
 
 
-def _means(word: str, name: str) -> bool:
-    return name == word or name.endswith(f".{word}") or trtllm_name(name) == word
+def _ends(name: str, word: str) -> bool:
+    return f".{name}".endswith(f".{word}")
 
 
 def _names_nothing(word: str, base: BaseLayout) -> str:

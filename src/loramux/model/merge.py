@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from loramux.adapters.loaded import LoadedAdapter, refuse_leftovers
 from loramux.adapters.report import Report
@@ -21,8 +21,10 @@ from loramux.model.load import read_config
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-    "chat_template.json",
+    "chat_template.json", "tekken.json", "spiece.model",
 )  # fmt: skip
+
+_GENERATION = "generation_config.json"
 
 
 def merge(path: str, adapter: LoadedAdapter, name: str) -> PreTrainedModel:
@@ -81,9 +83,12 @@ def merged_weight(weight: Tensor, deltas: Sequence[ModuleDelta], adapter: Loaded
 
 
 def save(model: PreTrainedModel, base: Path, folder: Path) -> None:
-    """Write the whole checkpoint, with the tokenizer's files of ``base`` as they are."""
+    """Write the whole checkpoint, with what ``base`` says of text and sampling as it is."""
+    # Some that have long been published are refused by transformers when it saves them.
+    model.generation_config = GenerationConfig()
     model.save_pretrained(str(folder))
-    for name in _TOKENIZER_FILES:
+    (folder / _GENERATION).unlink(missing_ok=True)
+    for name in (*_TOKENIZER_FILES, _GENERATION):
         if (base / name).is_file():
             shutil.copyfile(base / name, folder / name)
 

@@ -236,6 +236,12 @@ def test_shards_are_refused_by_name(shard: str, packed: bool, tmp_path: Path):
     assert "parallelism of 1" in text
 
 
+def test_distributed_checkpoint_is_refused_by_name(tmp_path: Path):
+    files = {"model_config.yaml": b"a: b", "model_weights/common.pt": b"x"}
+    text = refusal(write_archive(tmp_path / "tuned.nemo", files))
+    assert "holds a distributed checkpoint (model_weights/)" in text
+
+
 def test_folder_with_two_archives_is_refused(tmp_path: Path):
     for name in ("one.nemo", "two.nemo"):
         write_archive(tmp_path / name, members(nemo_tensors(), nemo_config()))

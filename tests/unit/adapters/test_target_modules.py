@@ -160,6 +160,20 @@ def test_fused_name_opens_all_its_parts(word: str):
         assert verdict(restrict(PHI3, word), leaf) == ()
 
 
+def test_word_with_two_meanings_is_an_error():
+    """Qwen's router of the shared expert is called as TensorRT-LLM calls the expert's up."""
+    shape = ModuleShape(8, 8)
+    router, up = "layers.0.mlp.shared_expert_gate", "layers.0.mlp.shared_expert.up_proj"
+    base = BaseLayout("tiny/qwen", {router: shape, up: shape})
+    with pytest.raises(ConfigError, match=rf"name of {router}, and TensorRT-LLM's of {up}"):
+        restrict(base, "shared_expert_gate")
+    for word, module in (("mlp_router", router), ("mlp.shared_expert_gate", router),
+                         ("shared_expert.up_proj", up)):  # fmt: skip
+        opened = restrict(base, word).open_modules
+        assert opened is not None
+        assert opened.names == {module}
+
+
 @pytest.mark.parametrize(
     ("word", "detail"),
     [("cross_attn_q", "is a name of TensorRT-LLM"), ("qproj", "names no such linear"),

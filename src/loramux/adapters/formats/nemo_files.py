@@ -19,6 +19,7 @@ from loramux.adapters.report import printable
 SUFFIX = ".nemo"
 WEIGHTS, CONFIG = "model_weights.ckpt", "model_config.yaml"
 
+_DISTRIBUTED = "model_weights"
 _RANK_FOLDER = re.compile(r"(?:mp|tp)_rank_\d+\w*")
 
 
@@ -70,7 +71,10 @@ def find_files(path: Path) -> NemoFiles:
         raise MalformedFile(f"the folder holds more than one adapter of NeMo: {shown}")
     if archives:
         return _inside(archives[0])
-    _refuse_shards(path.name, (entry.name for entry in path.iterdir()))
+    try:
+        _refuse_shards(path.name, (entry.name for entry in path.iterdir()))
+    except OSError as error:
+        raise MalformedFile(f"the folder is unreadable: {error.strerror}") from None
     return NemoFiles(_whole(path / WEIGHTS), _whole(path / CONFIG))
 
 
@@ -102,7 +106,13 @@ def _inside(archive: Path) -> NemoFiles:
 
 
 def _refuse_shards(what: str, names: Iterable[str]) -> None:
-    """Raise MalformedFile when there are folders that hold the shares of several GPUs."""
+    """Raise MalformedFile when there are folders that hold the weights in pieces."""
+    names = set(names)
+    if _DISTRIBUTED in names:
+        raise MalformedFile(
+            f"{what} holds a distributed checkpoint ({_DISTRIBUTED}/): save the adapter in NeMo "
+            f"as {WEIGHTS}"
+        )
     shards = sorted({name for name in names if _RANK_FOLDER.fullmatch(name)})
     if shards:
         shown = ", ".join(map(printable, shards[:4]))
