@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -342,6 +343,23 @@ def test_wrong_use_exits_with_2(more: list[str], bases: dict[str, Path], tmp_pat
     base = [] if "--base" in more else ["--base", bases["llama"]]
     assert run(source, tmp_path / "out", *base, *more).exit_code == 2
     assert run(source, tmp_path / "out").exit_code == 2
+
+
+@pytest.mark.parametrize("merge", [[], ["--merge"]])
+def test_write_that_fails_is_one_line_and_leaves_nothing(
+    merge: list[str], bases: dict[str, Path], tmp_path: Path
+) -> None:
+    source, _ = peft(tmp_path / "source", **SPLIT["only v"])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        result = run(source, tmp_path / "out", "--base", bases["llama"], *merge)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"error: {tmp_path}/out cannot be written: ")
+    assert "Traceback" not in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_base_is_never_replaced(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from safetensors import SafetensorError
 
 from loramux.adapters.new_folder import check_target, new_folder
 from loramux.adapters.sources import find_directory
@@ -54,6 +55,9 @@ def convert(
             _merge(path, out, folder, layout)
         else:
             _convert(path, out, layout, to or "peft")
+    except (OSError, SafetensorError) as error:
+        typer.echo(f"error: {out} cannot be written: {error}", err=True)
+        raise typer.Exit(1) from None
     except AdapterRefused as refusal:
         typer.echo(f"refused on {base}")
         _echo_list(refusal.reasons)

@@ -181,6 +181,8 @@ KQV = "model.decoder.layers.0.self_attention.adapter_layer.lora_kqv_adapter"
         ({"num_attention_heads": 2**20, "num_query_groups": 1}, "at most"),
         ({"num_query_groups": 8}, "num_attention_heads and num_query_groups are 8 and 8"),
         ({"num_query_groups": None}, "tiny/llama has 8 and 4"),
+        ({"hidden_size": 60}, "kv_channels must be"),
+        ({"hidden_size": 4}, "kv_channels must be"),
         ({"kv_channels": 16}, "256 rows are expected"),
         ({"activation": "gelu"}, "which has no gate"),
         ({"activation": "swiglu"}, "order rows of gate and up stand"),

@@ -108,7 +108,8 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> NemoConfig | None:
             f"({num_heads}), which must be at most {MAX_HEADS}"
         )
         return None
-    head_dim = get.integer(raw, "kv_channels", default=hidden and hidden // num_heads)
+    even = hidden is not None and hidden % num_heads == 0  # else it must be said
+    head_dim = get.integer(raw, "kv_channels", hidden // num_heads if hidden and even else None)
     if head_dim is None or tp_size is None:
         return None
     activation = raw.get("activation", "gelu")
