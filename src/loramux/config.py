@@ -72,6 +72,11 @@ class AdapterOptions:
         "bytes for adapter weights, such as 2GiB; default: max_loras adapters of rank 64",
     )
     max_rank: int = option(512, "largest LoRA rank that is accepted")
+    lora_target_modules: str | None = option(
+        None,
+        "the modules that adapters may change, such as q_proj,v_proj or names of TensorRT-LLM; an "
+        "adapter with others is refused; default: all",
+    )
     tuning: str | None = option(
         None,
         "tile sizes from this file, made by `loramux tune`, before the shipped ones (GPU only)",
@@ -80,6 +85,12 @@ class AdapterOptions:
     def __post_init__(self) -> None:
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_rank", self.max_rank, 1)
+        words = self.lora_target_modules
+        if words is not None and not all(re.fullmatch(r"[\w.-]+", w) for w in words.split(",")):
+            raise ConfigError(
+                f"lora_target_modules {words!r}: write names with commas between, such as "
+                "q_proj,v_proj"
+            )
         if self.device_cache is not None and parse_bytes(self.device_cache) < 1:
             raise ConfigError("device_cache must be at least one byte")
 

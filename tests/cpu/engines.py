@@ -26,11 +26,16 @@ def assemble_tiny(
     max_step_tokens: int = 16,
     kv_blocks: int | None = None,
     device_cache: str | None = None,
+    lora_target_modules: str | None = None,
     runs_ahead: bool = False,
 ) -> Parts:
     """An engine whose steps are so small that prompts of a few tokens are read in chunks."""
     options = EngineOptions(
-        adapters=AdapterOptions(max_loras=max_loras, device_cache=device_cache),
+        adapters=AdapterOptions(
+            max_loras=max_loras,
+            device_cache=device_cache,
+            lora_target_modules=lora_target_modules,
+        ),
         scheduler=SchedulerOptions(
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_step_tokens,

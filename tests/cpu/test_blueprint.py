@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,8 @@ def test_code_that_looks_at_values_leaves_names_and_shapes(tmp_path: Path) -> No
     model = build("gpt2")
     blueprint = draw(str(config_only(model, tmp_path)))
     assert not blueprint.examined
-    assert blueprint.layout == examine(adopt(str(tmp_path), model), AttentionSeam(model)).layout
+    loaded = examine(adopt(str(tmp_path), model), AttentionSeam(model)).layout
+    assert blueprint.layout == replace(loaded, heads={})
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

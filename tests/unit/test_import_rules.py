@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model": ("lora", "ops", "adapters.spec", "adapters.fusions", *_PURE),
     # A base without weights is looked at outside of a worker, with the readers of files.
     "model.blueprint": ("model", "lora", "ops", *_ADAPTERS, "adapters.fusions", *_PURE),
+    "model.merge": ("model", "lora", *_ADAPTERS, *_PURE),
     "worker": (*_WORKER, *_ADAPTERS, *_PURE),
     "worker.tune": (*_WORKER, *_PURE),
     "engine.interface": ("adapters.spec", *_PURE),
@@ -50,7 +51,16 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "server": ("engine.interface", *_PURE, "loramux"),
     "testing": ("engine.interface", *_ADAPTERS, *_PURE),
     "demo": _FRONT,
-    "cli": ("demo", "engine.llm", "worker.tune", "ops.tuning", "model.blueprint", "lora", *_FRONT),
+    "cli": (
+        "demo",
+        "engine.llm",
+        "worker.tune",
+        "ops.tuning",
+        "model.blueprint",
+        "model.merge",
+        "lora",
+        *_FRONT,
+    ),
     "__main__": ("cli",),
     "deploy": _FRONT,
 }
@@ -61,9 +71,11 @@ WITHOUT_TORCH = (
 )  # fmt: skip
 
 WITH_TORCH = (
-    "adapters.formats.load", "adapters.formats.mlx", "adapters.formats.peft",
+    "adapters.formats.load", "adapters.formats.mlx", "adapters.formats.nemo",
+    "adapters.formats.peft",
     "adapters.formats.reader", "adapters.formats.tensors", "adapters.identity",
-    "adapters.spectrum", "demo.convert",
+    "adapters.conversion", "adapters.formats.write_mlx", "adapters.formats.write_peft",
+    "adapters.plain", "adapters.spectrum", "demo.convert",
     "engine.text",
 )  # fmt: skip
 """Modules inside the parts above that read tensors; nothing there may load them at its start."""

@@ -35,6 +35,8 @@ class ModuleFacts:
     kind: str
     """The name inside its layer."""
     layer: int | None
+    trtllm_name: str | None = None
+    """What TensorRT-LLM calls it, where it has a name."""
     rows: tuple[int, int] | None = None
     """First and end of the output rows that change, where the base has several linears in one."""
     rank: int | None

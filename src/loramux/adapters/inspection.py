@@ -14,15 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from loramux.adapters.formats import mlx_config, peft_config
-from loramux.adapters.formats.files import MalformedFile
-from loramux.adapters.formats.mlx_config import MlxConfig
+from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.module_names import never_served
+from loramux.adapters.formats.overview import Overview, read_overview
 from loramux.adapters.formats.peft_config import CONFIG_FILE, PeftConfig
 from loramux.adapters.formats.peft_keys import DeltaKey, ParameterKey, Part, parse_key
 from loramux.adapters.formats.peft_patterns import BadPattern
 from loramux.adapters.formats.safetensors_header import TensorEntry
-from loramux.adapters.formats.weight_files import MLX_FILE, read_entries, weight_file_of
 from loramux.adapters.inspected import (
     Inspection,
     LayerFacts,
@@ -34,6 +32,7 @@ from loramux.adapters.inspected import (
 )
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleShape, Replacement
+from loramux.adapters.trtllm_names import trtllm_name
 from loramux.adapters.unusual import remarks
 from loramux.errors import AdapterRefused
 
@@ -63,27 +62,25 @@ def inspect_adapter(
     ``measure``: also the norms and singular values of the deltas, unless the adapter is refused.
     """
     report = Report()
-    is_mlx = weight_file_of(directory) == MLX_FILE
-    config = (mlx_config if is_mlx else peft_config).read_config(directory, report)
+    told = read_overview(directory, report)
     stated = Stated.of(directory)
-    if config is not None and config.rank > max_rank:
-        report.warn(f"rank {config.rank} is above the limit of {max_rank}")
-    found = _told_by_config(directory, stated, config, report)
+    if told.rank is not None and told.rank > max_rank:
+        report.warn(f"rank {told.rank} is above the limit of {max_rank}")
+    found = _told_by_config(directory, stated, told, report)
     dtype = found.bytes.block_dtype if base is None else base.dtype
     if _has_weights(directory):
-        entries = _entries(directory)
-        layout = _own_layout(stated, entries) if base is None else base.layout
+        layout = _own_layout(stated, told.entries) if base is None else base.layout
         loaded = _read(directory, layout, max_rank)
         found = replace(found, checked_against=None if base is None else layout.name)
         if isinstance(loaded, AdapterRefused):
-            modules = tuple(_told_by_header(config, entries))
-            tiers = TierBytes(_file_bytes(entries), None, dtype)
+            modules = tuple(_told_by_header(told))
+            tiers = TierBytes(told.num_bytes, None, dtype)
             found = replace(found, verdict="refused", reasons=loaded.reasons)
         else:
             modules = tuple(_told_by_spec(loaded.spec, use_rslora=bool(found.use_rslora)))
             modules = tuple(_measured(modules, loaded, base)) if measure else modules
             block = packed_bytes(loaded.spec, layout, dtype)
-            tiers = TierBytes(_file_bytes(entries), block, dtype)
+            tiers = TierBytes(told.num_bytes, block, dtype)
             found = replace(
                 found,
                 verdict="serveable",
@@ -91,31 +88,31 @@ def inspect_adapter(
                 replaced=tuple(map(_replaced, loaded.spec.replacements)),
             )
         found = replace(found, modules=modules, layers=tuple(_layers(modules)), bytes=tiers)
-    peft = config if isinstance(config, PeftConfig) else None
+    peft = told.meaning if isinstance(told.meaning, PeftConfig) else None
     more = remarks(stated, peft, found.modules, base)
     return replace(found, unusual=(*found.unusual, *more))
 
 
-def _told_by_config(
-    directory: Path, stated: Stated, config: PeftConfig | MlxConfig | None, report: Report
-) -> Inspection:
+def _told_by_config(directory: Path, stated: Stated, told: Overview, report: Report) -> Inspection:
     """All that is known before the weights are looked at."""
-    peft = config if isinstance(config, PeftConfig) else None
-    is_mlx = isinstance(config, MlxConfig)
+    if told.format == "peft":
+        base_model = stated.text("base_model_name_or_path")
+    else:
+        base_model = None if told.meaning is None else told.meaning.base_model
     return Inspection(
         verdict="refused" if report.refused else "config only",
         reasons=report.reasons,
         checked_against=None,
         unusual=report.warnings,
         adapter=str(directory),
-        format="mlx" if is_mlx else "peft",
+        format=told.format,
         peft_version=stated.text("peft_version"),
-        base_model=config.base_model if is_mlx else stated.text("base_model_name_or_path"),
+        base_model=base_model,
         revision=stated.text("revision"),
-        rank=None if config is None else config.rank,
-        alpha=config.scale * config.rank if is_mlx else (None if peft is None else peft.alpha),
-        use_rslora=False if is_mlx else (None if peft is None else peft.use_rslora),
-        use_dora=None if config is None else config.use_dora,
+        rank=told.rank,
+        alpha=told.alpha,
+        use_rslora=told.use_rslora,
+        use_dora=told.use_dora,
         bytes=TierBytes(None, None, "bfloat16"),
     )
 
@@ -123,7 +120,9 @@ def _told_by_config(
 def _has_weights(directory: Path) -> bool:
     """Whether there is a file beside the configuration that some tool takes for the weights."""
     kinds = ("adapter*", "*.nemo", "model_weights.ckpt")
-    return any(path.name != CONFIG_FILE for kind in kinds for path in directory.glob(kind))
+    return directory.is_file() or any(
+        path.name != CONFIG_FILE for kind in kinds for path in directory.glob(kind)
+    )
 
 
 def _read(directory: Path, layout: BaseLayout, max_rank: int) -> LoadedAdapter | AdapterRefused:
@@ -133,21 +132,6 @@ def _read(directory: Path, layout: BaseLayout, max_rank: int) -> LoadedAdapter |
         return read_adapter(directory.name, directory, layout, max_rank=max_rank)
     except AdapterRefused as refusal:
         return refusal
-
-
-def _entries(directory: Path) -> Mapping[str, TensorEntry]:
-    """The tensors of the weight file; none where it is unreadable, which the reader refuses."""
-    weight_file = weight_file_of(directory)
-    if weight_file is None:
-        return {}
-    try:
-        return read_entries(directory / weight_file)
-    except MalformedFile:
-        return {}
-
-
-def _file_bytes(entries: Mapping[str, TensorEntry]) -> int | None:
-    return sum(entry.end - entry.start for entry in entries.values()) if entries else None
 
 
 def _shapes(entries: Mapping[str, TensorEntry]) -> Mapping[str, Mapping[Part, tuple[int, ...]]]:
@@ -189,24 +173,27 @@ def _own_layout(stated: Stated, entries: Mapping[str, TensorEntry]) -> BaseLayou
     )
 
 
-def _told_by_header(
-    config: PeftConfig | MlxConfig | None, entries: Mapping[str, TensorEntry]
-) -> Iterator[ModuleFacts]:
+def _told_by_header(told: Overview) -> Iterator[ModuleFacts]:
     """What names and shapes say where the adapter as a whole says nothing that can be trusted."""
-    for path, parts in _shapes(entries).items():
-        rank, scale = _rank_and_scale(config, path)
+    for path, parts in _shapes(told.entries).items():
+        rank, scale = _rank_and_scale(told.meaning, path)
         alpha = None
-        if config is not None and rank is not None and scale is not None:
-            rslora = isinstance(config, PeftConfig) and config.use_rslora
-            alpha = _alpha(rank, scale, use_rslora=rslora)
+        if rank is not None and scale is not None:
+            alpha = _alpha(rank, scale, use_rslora=bool(told.use_rslora))
         rank = next(iter(parts.get("lora_A", ())), rank)
         kind, layer = place(path)
-        yield ModuleFacts(module=path, kind=kind, layer=layer, rank=rank, alpha=alpha, scale=scale)
+        yield ModuleFacts(
+            module=path,
+            kind=kind,
+            layer=layer,
+            trtllm_name=trtllm_name(path),
+            rank=rank,
+            alpha=alpha,
+            scale=scale,
+        )
 
 
-def _rank_and_scale(
-    config: PeftConfig | MlxConfig | None, path: str
-) -> tuple[int | None, float | None]:
+def _rank_and_scale(config: Meaning | None, path: str) -> tuple[int | None, float | None]:
     try:
         return (None, None) if config is None else config.rank_and_scale(path)
     except BadPattern:  # which is a reason for the refusal
@@ -225,6 +212,7 @@ def _told_by_spec(spec: LoraSpec, *, use_rslora: bool) -> Iterator[ModuleFacts]:
             module=delta.module,
             kind=kind,
             layer=layer,
+            trtllm_name=trtllm_name(delta.module),
             rows=None if delta.rows is None else (delta.rows.start, delta.rows.stop),
             rank=delta.rank,
             alpha=_alpha(delta.rank, delta.scale, use_rslora=use_rslora),

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from loramux.adapters.report import Report
 from loramux.adapters.spec import LoraSpec
 
 if TYPE_CHECKING:
@@ -20,3 +21,10 @@ class LoadedAdapter:
     tensors: Mapping[str, torch.Tensor]
     num_bytes: int
     """Bytes of all tensors as stored."""
+
+
+def refuse_leftovers(adapter: LoadedAdapter, report: Report) -> None:
+    """For those who carry deltas alone elsewhere: refuse tensors that are no part of any."""
+    used = {key for d in adapter.spec.deltas for key in (d.a, d.b, d.magnitude)}
+    for key in adapter.tensors.keys() - used:
+        report.refuse("only deltas of linears can be converted or merged", key)

@@ -18,8 +18,8 @@ _REMEDY = (
 def find_directory(name: str, source: str) -> Path:
     """The absolute path of the directory ``source``; a leading ``~`` is the home directory.
 
-    Raises AdapterRefused for URLs and hub names, AdapterSourceNotFound for all else that is no
-    directory.
+    An archive of NeMo stands for a directory. Raises AdapterRefused for URLs and hub names,
+    AdapterSourceNotFound for all else that is no directory.
     """
     shown = printable(source, limit=400)
     if _REMOTE.match(source):
@@ -30,12 +30,9 @@ def find_directory(name: str, source: str) -> Path:
         raise AdapterSourceNotFound(name, shown, f"the source is empty; {_REMEDY}")
     try:
         path = Path(source).expanduser().absolute()
-        if path.is_dir():
+        if path.is_dir() or (path.suffix == ".nemo" and path.is_file()):
             return path
-        if path.suffix == ".nemo" and path.exists():
-            detail = "is a NeMo archive, which is not read: export it to the PEFT format"
-        else:
-            detail = "is a file, not a directory" if path.exists() else "there is no such directory"
+        detail = "is a file, not a directory" if path.exists() else "there is no such directory"
     except (OSError, RuntimeError, ValueError):  # permissions, unknown user, zero byte
         detail = "the path cannot be read"
     raise AdapterSourceNotFound(name, shown, f"{detail}; {_REMEDY}")

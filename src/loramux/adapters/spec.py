@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from loramux.types import AdapterId
 
@@ -44,6 +44,23 @@ class Fusion:
         return tuple(range(end - size, end) for end, size in zip(ends, self.sizes, strict=True))
 
 
+class HeadCounts(NamedTuple):
+    """Heads of one attention layer; query heads share key heads in consecutive groups."""
+
+    query: int
+    key_value: int
+
+
+@dataclass(frozen=True)
+class OpenModules:
+    """The modules that adapters may change, where the operator has named some."""
+
+    words: str
+    """As the operator wrote them."""
+    names: frozenset[str]
+    """Modules of the base by full name, and parts of those that others have as several."""
+
+
 @dataclass(frozen=True)
 class BaseLayout:
     """The modules of the base model that is really loaded, as far as adapters may name them."""
@@ -67,6 +84,29 @@ class BaseLayout:
     """The linear that turns vectors into logits."""
     tied: bool = False
     """Embedding and head have one weight."""
+    heads: Mapping[int, HeadCounts] = field(default_factory=dict)
+    """By number of layer, as far as they are known."""
+    open_modules: OpenModules | None = None
+    """None: adapters may change all modules."""
+
+    def parts_of(self, module: str, rows: range | None = None) -> list[str]:
+        """What is one module here and several elsewhere, part by part, as far as ``rows`` go."""
+        for fusion in self.fusions:
+            if fusion.fused == module and fusion.order_is_known:
+                pairs = zip(fusion.parts, fusion.rows, strict=True)
+                return [part for part, own in pairs if rows is None or _overlap(own, rows)]
+        return [module]
+
+    def closed_parts(self, module: str, rows: range | None = None) -> list[str]:
+        """Those among them that adapters may not change."""
+        if self.open_modules is None:
+            return []
+        names = self.open_modules.names
+        return [part for part in self.parts_of(module, rows) if part not in names]
+
+
+def _overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
 
 
 @dataclass(frozen=True, slots=True)

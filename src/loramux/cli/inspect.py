@@ -22,7 +22,8 @@ from loramux.errors import AdapterError, ConfigError
 
 def inspect(
     adapter: Annotated[
-        str, typer.Argument(metavar="ADAPTER", help="Directory of the adapter, as PEFT saves it.")
+        str,
+        typer.Argument(metavar="ADAPTER", help="Directory of the adapter, or an archive of NeMo."),
     ],
     base: Annotated[
         str | None,

@@ -20,7 +20,7 @@ def lines(found: Inspection) -> Iterator[str]:
     """Everything but the singular values, for any output."""
     yield _verdict(found)
     for reason in found.reasons:
-        yield f"  - {_harmless(reason)}"
+        yield f"  - {harmless(reason)}"
     yield ""
     for name, value in _facts(found):
         yield f"{name:12}{value}"
@@ -35,7 +35,7 @@ def lines(found: Inspection) -> Iterator[str]:
         yield ""
         yield "unusual"
         for remark in found.unusual:
-            yield f"  - {_harmless(remark)}"
+            yield f"  - {harmless(remark)}"
 
 
 def plot(layers: Sequence[LayerFacts]) -> RenderableType:
@@ -150,7 +150,7 @@ def _number(value: float, *, percent: bool) -> str:
     return f"{value:.0%}" if percent else f"{value:.3g}"
 
 
-def _harmless(text: str) -> str:
+def harmless(text: str) -> str:
     """One line that cannot steer a terminal; names from files can stand in a base's name too."""
     kept = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_LINE])
     return kept + "..." if len(text) > _LONGEST_LINE else kept

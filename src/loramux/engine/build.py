@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loramux.adapters.catalog import Catalog
+from loramux.adapters.target_modules import is_open, restrict
 from loramux.config import BLOCK_SIZE, EngineOptions, StepLimits, parse_bytes
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 
 _DEFAULT_KV_BYTES = 2 * 2**30
 _DEFAULT_RANK = 64
-"""The default arena holds ``max_loras`` adapters of this rank on every linear."""
+"""The default arena holds ``max_loras`` adapters of this rank on all that they may change."""
 _REPORTED_RANKS = (16, 64)
 """The log tells how many adapters of these ranks the arena holds."""
 
@@ -110,6 +111,8 @@ def assemble(
     weights = weight_bytes(model.model)
     seam = AttentionSeam(model.model)
     anatomy = examine(model, seam)
+    layout = restrict(anatomy.layout, options.adapters.lora_target_modules)
+    anatomy = replace(anatomy, layout=layout)
     num_slots = options.adapters.max_loras
     arena_bytes = _arena_bytes(model, anatomy, options)
     backends = choose_backends(model, anatomy, limits, options)
@@ -241,5 +244,7 @@ def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
 def _arena_bytes(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:
     if options.adapters.device_cache is not None:
         return parse_bytes(options.adapters.device_cache)
-    one = block_bytes(anatomy.layer_shapes, _DEFAULT_RANK, model.dtype)
+    named = zip(anatomy.modules.names, anatomy.layer_shapes, strict=False)
+    shapes = [shape for name, shape in named if is_open(anatomy.layout, name)]
+    one = block_bytes(shapes, _DEFAULT_RANK, model.dtype)
     return options.adapters.max_loras * one

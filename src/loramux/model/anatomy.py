@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loramux.adapters.fusions import find_fusions
-from loramux.adapters.spec import BaseLayout, ModuleShape
+from loramux.adapters.spec import BaseLayout, HeadCounts, ModuleShape
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import ModuleTable
 from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam, Recorder
@@ -181,6 +181,9 @@ def layout_of(
         everything - modules.keys(),
         model_type,
         find_fusions(model_type, modules, qkv_rows),
+        heads={
+            n: HeadCounts(layer.num_heads, layer.kv.num_kv_heads) for n, layer in attention.items()
+        },
         replaceable={name: _parameters(base, name) for name in (*modules, *norms)},
         embedding=names.get(embedding),
         head=names.get(head),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
 import struct
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.adapter_files import PREFIX, REPOSITORY, lora_config
+from tests.nemo_files import config as nemo_config
 from tests.torch_files import Call, Storage, program, tensor, torch_file, zipped
 
 MAX_SECONDS = 1.0
@@ -24,7 +27,7 @@ MAX_MEMORY = 200 * 10**6
 MARKER = Path(tempfile.gettempdir(), "loramux-hostile-pickle-was-run")
 
 SAFETENSORS, BIN = "adapter_model.safetensors", "adapter_model.bin"
-CONFIG, MLX = "adapter_config.json", "adapters.safetensors"
+CONFIG, MLX, NEMO = "adapter_config.json", "adapters.safetensors", "tuned.nemo"
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="only Linux can measure it so"
@@ -79,6 +82,36 @@ def many_records() -> bytes:
     return start + line * 10**6 + struct.pack("<4s6xHLLH", b"PK\5\6", 9, size, len(start), 0)
 
 
+def tar_of(*headers: tuple[str, bytes, int, bytes]) -> bytes:
+    """A tar whose members have these names, kinds, sizes (whatever follows) and contents."""
+    out = b""
+    for name, kind, size, content in headers:
+        member = tarfile.TarInfo(name)
+        member.type, member.size, member.linkname = kind, size, "/etc/passwd"
+        padding = bytes(-len(content) % 512)
+        out += member.tobuf(tarfile.GNU_FORMAT) + content + padding
+    return out
+
+
+def nemo(yaml: bytes, weights: bytes = b"") -> bytes:
+    """An archive with this configuration and these weights."""
+    files = {"model_config.yaml": yaml, "model_weights.ckpt": weights or torch_file({})}
+    members = [(name, tarfile.REGTYPE, len(data), data) for name, data in files.items()]
+    return tar_of(*members) + bytes(1024)
+
+
+def laughs() -> bytes:
+    """Nine lines that stand for 10**9 strings."""
+    lines = ["a0: &a0 [x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 10)]
+    return "\n".join(lines).encode()
+
+
+def nested_yaml(**change: Any) -> bytes:
+    """JSON is YAML too."""
+    return json.dumps(nemo_config(rank=4, heads=8, groups=4, hidden=64, **change)).encode()
+
+
 def many_tensors() -> bytes:
     """A sound header of tensors without a byte, each of a module that the base lacks."""
     tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
@@ -101,6 +134,54 @@ CODE = Call("builtins", "exec", f"import pathlib; pathlib.Path({str(MARKER)!r}).
 VIEW = tensor(Storage("0", 256), (1 << 12, 1 << 16), stride=(0, 0))
 
 FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
+    "tar_of_a_gigabyte": (
+        NEMO, tar_of(("model_weights.ckpt", b"0", GIGABYTE, b"")), "more than the file holds",
+    ),
+    "sparse_tar": (
+        NEMO, sparse(tar_of(("model_weights.ckpt", b"0", 4 * GIGABYTE, b"")), 50 * GIGABYTE),
+        "model_config.yaml (NeMo) is missing",
+    ),
+    "tar_of_links": (NEMO, tar_of(("model_config.yaml", b"2", 0, b"")), "a link"),
+    "tar_of_hard_links": (NEMO, tar_of(("model_config.yaml", b"1", 0, b"")), "a link"),
+    "tar_of_devices": (NEMO, tar_of(("model_config.yaml", b"3", 0, b"")), "a device"),
+    "tar_of_long_names": (NEMO, tar_of(("x", b"L", GIGABYTE, b"")), "more than the file holds"),
+    "tar_with_an_absolute_name": (NEMO, tar_of(("/etc/x", b"0", 0, b"")), "outside of itself"),
+    "tar_with_a_way_out": (NEMO, tar_of(("a/../../x", b"0", 0, b"")), "outside of itself"),
+    "tar_of_many_members": (
+        NEMO, tar_of(("a", b"5", 0, b"")) * 200_000, "more than 1000 members",
+    ),
+    "tar_of_much_extension": (
+        NEMO, sparse(tar_of(("x", b"x", GIGABYTE, b"")), 2 * GIGABYTE), "a header of the tar",
+    ),
+    "tar_with_a_size_elsewhere": (
+        NEMO, tar_of(("x", b"x", 20, b"20 size=99999999999\n")), "of its own (pax)",
+    ),
+    "tar_with_two_of_a_name": (
+        NEMO, tar_of(("a", b"0", 0, b""), ("./a", b"0", 0, b"")), "duplicate",
+    ),
+    "tar_without_end": (NEMO, tar_of(("a", b"0", 0, b"")), "truncated"),
+    "tar_of_nothing": (NEMO, b"", "truncated"),
+    "no_tar": (NEMO, b"x" * 4096, "is no tar"),
+    "packed_tar": (NEMO, gzip.compress(bytes(256 * 10**6), 1), "compressed tar"),
+    "yaml_of_laughs": (NEMO, nemo(laughs()), "aliases"),
+    "yaml_of_merges": (NEMO, nemo(b"a: &a {x: 1}\nb: {<<: *a}"), "aliases"),
+    "yaml_of_objects": (
+        NEMO, nemo(b"peft: !!python/object/apply:os.system ['exit 1']"), "peft is missing",
+    ),
+    "yaml_of_lists": (NEMO, nemo(b"a: [" + b"[]," * 20_000 + b"]"), "peft is missing"),
+    "yaml_of_digits": (NEMO, nemo(nested_yaml(kv_channels="9" * 60_000)), "kv_channels must be"),
+    "yaml_of_sixties": (NEMO, nemo(b"a: 1" + b":59" * 20_000), "peft is missing"),
+    "yaml_of_questions": (NEMO, nemo(b"? " * 30_000), "too deep"),
+    "yaml_of_anchors": (NEMO, nemo(b"a: " + b"&a " * 20_000), "is not YAML"),
+    "yaml_twice": (NEMO, nemo(b"a: 1\na: 2"), "duplicate"),
+    "long_yaml": (NEMO, nemo(b"a: " + b" " * 10**7), "too large"),
+    "deep_yaml": (NEMO, nemo(b"a: " + b"[" * 60_000), "too deep"),
+    "code_in_nemo": (
+        NEMO, nemo(nested_yaml(), torch_file({"a": CODE})), "builtins.exec",
+    ),
+    "weights_outside_of_their_member": (
+        NEMO, nemo(nested_yaml(), torch_file({}, {"0": bytes(9000)})[:-5000]), "truncated",
+    ),
     "code": (BIN, torch_file({"a": CODE}), "builtins.exec"),
     "bytes_by_a_call": (BIN, torch_file({"a": Call("builtins", "bytearray", 10**10)}), "bytearray"),
     "tensor_by_a_call": (BIN, torch_file({"a": Call("torch", "Tensor", 10**10)}), "torch.Tensor"),
@@ -157,8 +238,11 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
 }  # fmt: skip
 
 
-SOUND = {"view_of_a_gigabyte", "header_of_tensors"}
-"""Files that are sound; what is refused are the tensors that they describe."""
+SOUND = {
+    "view_of_a_gigabyte", "header_of_tensors", "yaml_of_objects", "yaml_of_lists",
+    "yaml_of_digits", "yaml_of_sixties",
+}  # fmt: skip
+"""Files that are sound; what is refused are the tensors or fields that they describe."""
 
 
 @pytest.fixture(scope="module")

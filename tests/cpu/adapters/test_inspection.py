@@ -240,7 +240,7 @@ def test_faults_that_need_no_base_are_found_without_one(
 
 def test_rank_that_the_configuration_denies_is_refused_and_told(tmp_path: Path) -> None:
     found = inspect(write(tmp_path, weights(), r=8, lora_alpha=4))
-    assert any("but adapter_config.json says rank 8" in reason for reason in found.reasons)
+    assert any("but the configuration says rank 8" in reason for reason in found.reasons)
     assert {(m.rank, m.alpha, m.scale) for m in found.modules} == {(4, 4.0, 0.5)}
 
 

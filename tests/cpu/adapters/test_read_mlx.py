@@ -125,7 +125,7 @@ def test_model_of_the_configuration_is_compared_with_the_base(tmp_path: Path):
         ({"lora_parameters": ...}, "lora_parameters"),
         ({"lora_parameters": [1]}, "lora_parameters"),
         ({"lora_parameters": parameters(rank=0)}, "rank must be"),
-        ({"lora_parameters": parameters(rank=8)}, "rank 3, but adapter_config.json says rank 8"),
+        ({"lora_parameters": parameters(rank=8)}, "rank 3, but the configuration says rank 8"),
         ({"lora_parameters": parameters(scale="2")}, "scale must be"),
         ({"lora_parameters": {"rank": 3, "dropout": 0.0}}, "scale must be"),
         ({"lora_parameters": parameters(scale=0)}, "would change nothing"),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import struct
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,6 @@ def test_empty_folder_is_refused_with_all_that_was_looked_for(tmp_path: Path):
         ("adapters.npz", "mlx-lm"),
         ("adapter_model.safetensors.index.json", "sharded"),
         ("adapter_model.bin.index.json", "sharded"),
-        ("model_weights.ckpt", "NeMo"),
     ],
 )
 def test_other_weight_files_are_named_with_the_remedy(file: str, word: str, tmp_path: Path):
@@ -49,14 +47,6 @@ def test_other_weight_files_are_named_with_the_remedy(file: str, word: str, tmp_
     text = refusal(tmp_path)
     assert f"{file} is" in text
     assert word in text
-
-
-def test_nemo_archive_is_named_with_the_remedy(tmp_path: Path):
-    inside = tmp_path / "model_config.yaml"
-    inside.write_text("peft: {peft_scheme: lora}")
-    with tarfile.open(tmp_path / "tuned.nemo", "w") as archive:
-        archive.add(inside, "model_config.yaml")
-    assert "tuned.nemo is a NeMo archive: export it to the PEFT format" in refusal(tmp_path)
 
 
 def test_link_that_leads_nowhere_decides_the_format_and_is_missing(tmp_path: Path):

@@ -131,7 +131,7 @@ def test_wrong_shape_is_refused(part: str, shape: tuple[int, ...], word: str):
 
 
 def test_rank_other_than_the_configuration_says_is_refused():
-    assert "rank 4, but adapter_config.json says rank 8" in refusal(r=8)
+    assert "rank 4, but the configuration says rank 8" in refusal(r=8)
 
 
 def test_rank_above_the_limit_names_the_option_that_would_do():

@@ -38,11 +38,12 @@ def test_file_is_no_source(tmp_path: Path):
         find_directory("p", str(file))
 
 
-def test_nemo_archive_is_no_source_and_the_remedy_is_told(tmp_path: Path):
+def test_nemo_archive_stands_for_a_directory(tmp_path: Path):
     file = tmp_path / "tuned.nemo"
-    file.touch()
-    with pytest.raises(AdapterSourceNotFound, match="export it to the PEFT format"):
+    with pytest.raises(AdapterSourceNotFound, match="no such directory"):
         find_directory("p", str(file))
+    file.touch()
+    assert find_directory("p", str(file)) == file
 
 
 @pytest.mark.parametrize("source", ["", "a\0b", "x" * 10_000, "~no-such-user-here/x"])

@@ -9,7 +9,7 @@ import json
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 MAX_JSON_VALUES = 500_000
 """A safetensors header has eight for a tensor. The text alone bounds too little: ``[]`` takes
@@ -18,6 +18,32 @@ thirty times its bytes when it is parsed."""
 
 class MalformedFile(Exception):
     """A file is missing or is not what its name says; the text is fit for the user."""
+
+
+class RandomAccess(Protocol):
+    """What a reader of a header needs of an open file."""
+
+    def seek(self, offset: int, /) -> int: ...
+
+    def read(self, length: int, /) -> bytes: ...
+
+
+class Window:
+    """``size`` bytes of an open file from ``start`` on, as a file of their own."""
+
+    def __init__(self, file: BinaryIO, start: int, size: int) -> None:
+        self._file, self._start, self._size = file, start, size
+        self._at = 0
+
+    def seek(self, offset: int) -> int:
+        self._at = offset
+        return offset
+
+    def read(self, length: int) -> bytes:
+        self._file.seek(self._start + self._at)
+        data = self._file.read(max(0, min(length, self._size - self._at)))
+        self._at += len(data)
+        return data
 
 
 def open_regular(path: Path) -> tuple[BinaryIO, int]:

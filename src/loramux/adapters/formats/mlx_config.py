@@ -54,12 +54,18 @@ class MlxConfig:
     def why_unused(self, module: str, base_layers: int) -> str | None:
         """Why mlx-lm would not load weights of this module, or None."""
         layer = _LAYER.search(module)
-        place = layer.group(2) if layer else module
+        place = place_in_layer(module) or module
         if self.keys is not None and not self.keys & {place, module}:
             return "lora_parameters.keys does not name these modules: mlx-lm would not load them"
         if layer and 0 < self.num_layers < base_layers - int(layer.group(1)):
             return f"num_layers is {self.num_layers}: mlx-lm would not load earlier layers"
         return None
+
+
+def place_in_layer(module: str) -> str | None:
+    """The name of a module inside its layer, as ``lora_parameters.keys`` has it."""
+    layer = _LAYER.search(module)
+    return layer.group(2) if layer else None
 
 
 def count_layers(modules: Mapping[str, object]) -> int:

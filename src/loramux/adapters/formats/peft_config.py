@@ -93,7 +93,7 @@ def _foreign_format(raw: Mapping[str, Any]) -> str | None:
     if "fine_tune_type" in raw or "lora_parameters" in raw:
         return f"{missing}; this is an mlx-lm adapter, whose weights must be adapters.safetensors"
     if "lora_tuning" in raw or "peft_scheme" in raw:
-        return f"{missing}; this is a NeMo adapter: export it to the PEFT format"
+        return f"{missing}; a NeMo adapter has model_config.yaml and model_weights.ckpt instead"
     if "model_type" in raw or "architectures" in raw:
         return f"{missing}; this is the configuration of a model"
     if isinstance(raw.get("format"), str):

@@ -119,6 +119,7 @@ def _place(
     """Groups with the place in the base that each of them changes."""
     places = Places(base, up_first=config.swap_gate_up)
     placed: list[tuple[Place, _Group]] = []
+    closed: dict[str, list[str]] = {}
     taken: dict[str, list[Target]] = {}
     for path, group in groups.items():
         place = places.find(path)
@@ -128,13 +129,29 @@ def _place(
             report.refuse("duplicate: two names are meant for the same place", path)
         else:
             placed.append((place, group))
+            closed[path] = [p for t in place.targets for p in base.closed_parts(t.module, t.rows)]
             for target in place.targets:
                 taken.setdefault(target.module, []).append(target)
+    _check_open(closed, base, report)
     if groups and not placed:
         report.refuse(
             f"not one module of the adapter matches {base.name}: it was made for another model"
         )
     return placed
+
+
+def _check_open(closed: Mapping[str, list[str]], base: BaseLayout, report: Report) -> None:
+    """``closed``: what the operator has not opened, by the adapter's name of the module."""
+    leaves = dict.fromkeys(p.rpartition(".")[2] for parts in closed.values() for p in parts)
+    if base.open_modules is None or not leaves:
+        return
+    option = f"--lora-target-modules {base.open_modules.words}"
+    for path, parts in closed.items():
+        if parts:
+            report.refuse(
+                f"{option} does not open these modules: start with {','.join([option, *leaves])}",
+                path,
+            )
 
 
 @dataclass(frozen=True)
@@ -205,7 +222,7 @@ class _DeltaBuilder:
             self.report.refuse(f"lora_A has rank {rank_a}, but lora_B has rank {rank_b}", path)
         elif rank_a != rank:
             self.report.refuse(
-                f"the weights have rank {rank_a}, but adapter_config.json says rank {rank}", path
+                f"the weights have rank {rank_a}, but the configuration says rank {rank}", path
             )
         return rank_a == rank_b == rank
 

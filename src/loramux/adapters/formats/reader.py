@@ -1,4 +1,4 @@
-"""Chooses the format of an adapter directory, by the weight file that is in it."""
+"""Chooses the format of an adapter, by the weight file that is in its directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from functools import partial
 from pathlib import Path
 
-from loramux.adapters.formats import mlx, peft
+from loramux.adapters.formats import mlx, nemo, peft
+from loramux.adapters.formats.nemo_files import is_nemo
 from loramux.adapters.formats.peft_config import read_config
 from loramux.adapters.formats.weight_files import (
     MLX_FILE,
@@ -29,18 +30,20 @@ _OTHER_WEIGHT_FILES = {
     "adapters.npz": "of an old mlx-lm adapter: convert it to adapters.safetensors",
     "adapter_model.safetensors.index.json": "the index of a sharded file: save it as one file",
     "adapter_model.bin.index.json": "the index of a sharded file: save it as one file",
-    "model_weights.ckpt": "of a NeMo adapter: export it to the PEFT format",
 }
 
 
 def read_adapter(name: str, directory: Path, base: BaseLayout, *, max_rank: int) -> LoadedAdapter:
     """Read and check the adapter in ``directory`` for ``base``, in whatever format it is.
 
-    ``name`` is only used in errors. Raises AdapterRefused, with all that is wrong.
+    ``directory`` may be an archive of NeMo as well. ``name`` is only used in errors. Raises
+    AdapterRefused, with all that is wrong.
     """
     weight_file = weight_file_of(directory)
     if weight_file is not None:
         return _READERS[weight_file](name, directory, base, max_rank=max_rank)
+    if is_nemo(directory):
+        return nemo.read_nemo(name, directory, base, max_rank=max_rank)
     report = Report()
     read_config(directory, report)
     report.refuse(f"the weights are missing: none of {', '.join(WEIGHT_FILES)} is there")
@@ -52,12 +55,8 @@ def read_adapter(name: str, directory: Path, base: BaseLayout, *, max_rank: int)
 
 def _found_others(directory: Path) -> dict[str, str]:
     """Weight files in formats that are not read, with the remedy for each."""
-    found = {
+    return {
         name: remedy
         for name, remedy in _OTHER_WEIGHT_FILES.items()
         if os.path.lexists(directory / name)
     }
-    archive = next(directory.glob("*.nemo"), None)
-    if archive is not None:
-        found[archive.name] = "a NeMo archive: export it to the PEFT format"
-    return found

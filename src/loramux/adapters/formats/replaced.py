@@ -68,8 +68,10 @@ class ReplacementBuilder:
         return None
 
     def _objection(self, found: _Found, adapted: Collection[str]) -> str | None:
-        """Why the configuration does not allow for a tensor, or None."""
+        """Why neither the configuration nor the operator allows for a tensor, or None."""
         said, beside = found.said, self._beside
+        if self._base.closed_parts(found.module):
+            return "values for modules that --lora-target-modules does not open to adapters"
         if said.origin == "tokens":
             if self._tokens_of(found) is None:
                 return "trainable_token_indices does not say which tokens these rows are for"

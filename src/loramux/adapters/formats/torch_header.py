@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
-from loramux.adapters.formats.files import MalformedFile, open_regular, refuse_placeholders
+from loramux.adapters.formats.files import (
+    MalformedFile,
+    RandomAccess,
+    Window,
+    open_regular,
+    refuse_placeholders,
+)
 from loramux.adapters.formats.safetensors_header import MAX_NAME_LENGTH, TensorEntry
 from loramux.adapters.formats.torch_pickle import DTYPE_BYTES, PickledTensor, read_pickle
 from loramux.adapters.formats.zip_records import Record, read_records
@@ -48,7 +53,21 @@ def read_header(path: Path) -> Mapping[str, TorchEntry]:
             raise MalformedFile(f"{problem}; {REMEDY}") from None
 
 
-def _entries(what: str, file: BinaryIO, head: bytes, size: int) -> dict[str, TorchEntry]:
+def read_header_at(what: str, path: Path, record: Record) -> Mapping[str, TorchEntry]:
+    """The same for a file of torch.save that stands inside another file, ``path``."""
+    file, _ = open_regular(path)
+    with file:
+        window = Window(file, record.start, record.num_bytes)
+        head = window.read(256)
+        refuse_placeholders(what, head)
+        entries = _entries(what, window, head, record.num_bytes)
+    return {
+        name: replace(entry, start=entry.start + record.start, end=entry.end + record.start)
+        for name, entry in entries.items()
+    }
+
+
+def _entries(what: str, file: RandomAccess, head: bytes, size: int) -> dict[str, TorchEntry]:
     if size == 0:
         raise MalformedFile(f"{what} is empty")
     if not head.startswith(b"PK\3\4"):
@@ -77,7 +96,7 @@ def _folder(what: str, records: Mapping[str, Record]) -> str:
     return found[0].removesuffix("/data.pkl")
 
 
-def _content(file: BinaryIO, record: Record, limit: int) -> bytes:
+def _content(file: RandomAccess, record: Record, limit: int) -> bytes:
     file.seek(record.start)
     return file.read(min(record.num_bytes, limit))
 

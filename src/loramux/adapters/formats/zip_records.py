@@ -10,9 +10,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import BinaryIO
 
-from loramux.adapters.formats.files import MalformedFile
+from loramux.adapters.formats.files import MalformedFile, RandomAccess
 from loramux.adapters.report import printable
 
 MAX_DIRECTORY_BYTES = 4 * 2**20
@@ -43,7 +42,7 @@ class Record:
         return self.end - self.start
 
 
-def read_records(what: str, file: BinaryIO, size: int) -> Mapping[str, Record]:
+def read_records(what: str, file: RandomAccess, size: int) -> Mapping[str, Record]:
     """The records of a zip of ``size`` bytes by name.
 
     Raises MalformedFile when the zip is cut off, compressed or encrypted, and when it claims what
@@ -70,7 +69,7 @@ def read_records(what: str, file: BinaryIO, size: int) -> Mapping[str, Record]:
     return records
 
 
-def _directory(what: str, file: BinaryIO, size: int) -> tuple[int, int, int]:
+def _directory(what: str, file: RandomAccess, size: int) -> tuple[int, int, int]:
     """Place, length and number of records of the directory, as the end of the file says."""
     end = _read(file, size - _END.size, _END.size) if size >= _END.size else b""
     if not end.startswith(b"PK\5\6"):
@@ -128,7 +127,7 @@ def _wide_fields(extra: bytes) -> Iterator[int]:
         at += 4 + length
 
 
-def _record(what: str, file: BinaryIO, header: int, num_bytes: int, limit: int) -> Record:
+def _record(what: str, file: RandomAccess, header: int, num_bytes: int, limit: int) -> Record:
     local = _read(file, header, _LOCAL.size) if header + _LOCAL.size <= limit else b""
     if not local.startswith(b"PK\3\4"):
         raise MalformedFile(f"{what} is corrupt: a record of the zip is not where it should be")
@@ -142,6 +141,6 @@ def _record(what: str, file: BinaryIO, header: int, num_bytes: int, limit: int) 
     return Record(start, start + num_bytes)
 
 
-def _read(file: BinaryIO, start: int, length: int) -> bytes:
+def _read(file: RandomAccess, start: int, length: int) -> bytes:
     file.seek(start)
     return file.read(length)
