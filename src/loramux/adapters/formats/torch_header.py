@@ -49,8 +49,6 @@ def read_header(path: Path) -> Mapping[str, TorchEntry]:
 
 
 def _entries(what: str, file: BinaryIO, head: bytes, size: int) -> dict[str, TorchEntry]:
-    if size == 0:
-        raise MalformedFile(f"{what} is empty")
     if not head.startswith(b"PK\3\4"):
         kind = "a pickle" if head.startswith(b"\x80") else "no zip"
         raise MalformedFile(f"{what} is {kind}, not the zip that torch.save writes since 1.6")
