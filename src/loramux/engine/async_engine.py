@@ -10,12 +10,20 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
+from loramux.adapters.sources import AdapterSources
 from loramux.engine.adapters import read_adapter
 from loramux.engine.admission import Admission
 from loramux.engine.core import EngineCore
 from loramux.engine.interface import EngineText, Worker
 from loramux.errors import EngineStopped, InvalidRequest, LoramuxError, TooManyRequests
-from loramux.types import AdapterInfo, Delta, EngineStats, GenerationRequest, RequestId
+from loramux.types import (
+    AdapterInfo,
+    Delta,
+    EngineStats,
+    GenerationRequest,
+    RequestId,
+    SourceRules,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +83,7 @@ class AsyncEngine:
         base_name: str,
         max_open: int,
         adapters: Sequence[tuple[str, str]] = (),
+        sources: AdapterSources | None = None,
     ) -> None:
         """``adapters`` are names and sources to load at start; ``max_open`` bounds all requests."""
         self.base_name = base_name
@@ -83,6 +92,7 @@ class AsyncEngine:
         self._core = core
         self._worker = worker
         self._admission = admission
+        self._sources = sources or AdapterSources()
         self._max_open = max_open
         self._adapters_at_start = tuple(adapters)
         self._streams: dict[RequestId, EngineStream] = {}
@@ -149,12 +159,20 @@ class AsyncEngine:
         self._commands.put(lambda: self._core.abort(request_id))
 
     async def load_adapter(
-        self, name: str, source: str, *, load_inplace: bool = False, pinned: bool = False
+        self,
+        name: str,
+        source: str,
+        *,
+        load_inplace: bool = False,
+        pinned: bool = False,
+        rules: SourceRules | None = None,
     ) -> AdapterInfo:
         """Read, check and register an adapter while steps go on. Raises AdapterError."""
         self._check_alive()
         self._admission.catalog.check_name(name, replace=load_inplace)
-        prepared = await asyncio.to_thread(read_adapter, self._worker, name, source)
+        prepared = await asyncio.to_thread(
+            read_adapter, self._worker, self._sources, name, source, rules
+        )
         return await self._call(
             lambda: self._core.adapters.register(
                 name, source, prepared, pinned=pinned, replace=load_inplace

@@ -13,6 +13,7 @@ from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loramux.adapters.catalog import Catalog
+from loramux.adapters.sources import AdapterSources
 from loramux.config import BLOCK_SIZE, EngineOptions, StepLimits, parse_bytes
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
@@ -65,6 +66,7 @@ class Parts:
     text: HFText
     base_name: str
     limits: StepLimits
+    sources: AdapterSources
 
 
 def build_async_engine(
@@ -84,6 +86,7 @@ def build_async_engine(
         base_name=parts.base_name,
         max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
         adapters=tuple((adapters or {}).items()),
+        sources=parts.sources,
     )
 
 
@@ -194,7 +197,8 @@ def assemble(
         # wait for it; what is there now stays as long as the engine.
         gc.collect()
         gc.freeze()
-    return Parts(core, worker, admission, text, base_name, limits)
+    sources = AdapterSources(options.sources)
+    return Parts(core, worker, admission, text, base_name, limits, sources)
 
 
 def _first_blocks(

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from loramux.adapters.sources import find_directory
-from loramux.errors import AdapterRefused, AdapterSourceNotFound
+from loramux.adapters.sources import AdapterSources, find_directory, shown_source
+from loramux.errors import AdapterSourceNotFound
 
 
 def test_directory_is_found_as_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -18,12 +18,6 @@ def test_tilde_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "pirate").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_directory("p", "~/pirate") == tmp_path / "pirate"
-
-
-@pytest.mark.parametrize("source", ["hf:org/repo", "s3://bucket/x", "https://example.org/x"])
-def test_remote_sources_are_refused_as_not_supported(source: str):
-    with pytest.raises(AdapterRefused, match="only local directories"):
-        find_directory("p", source)
 
 
 def test_missing_directory_tells_what_to_give(tmp_path: Path):
@@ -49,3 +43,23 @@ def test_nemo_archive_is_no_source_and_the_remedy_is_told(tmp_path: Path):
 def test_impossible_paths_are_not_found_rather_than_a_crash(source: str):
     with pytest.raises(AdapterSourceNotFound):
         find_directory("p", source)
+
+
+@pytest.mark.parametrize("url", ["file://elsewhere/a", "file://", "local://x/y", "FILE://x"])
+def test_file_urls_without_an_absolute_path_tell_the_form(url: str):
+    with pytest.raises(AdapterSourceNotFound, match="file:///"), AdapterSources().open("p", url):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("source", "shown"),
+    [
+        ("/a/b", "/a/b"),
+        ("pirate", "pirate"),
+        ("hf:org/repo@main", "hf:org/repo@main"),
+        ("s3://b/\n\x1b[2J", r"'s3://b/\n\x1b[2J'"),
+        ("https://me:secret@host/a/?sig=secret#x", "https://host/a/"),
+    ],
+)
+def test_secrets_of_a_source_are_not_shown(source: str, shown: str):
+    assert shown_source(source) == shown
