@@ -1,8 +1,8 @@
 """Adapters that came from elsewhere, kept on disk by content within a budget of bytes.
 
     blobs/<sha256>               the content of files
-    adapters/<id>/adapter.json   one adapter as it once was at its source; its time is the last use
-    adapters/<id>/files/<name>   links to blobs: the directory that is read
+    adapters/<source>-<version>/adapter.json   what one adapter once was; its time is the last use
+    adapters/<source>-<version>/files/<name>   links to blobs: the directory that is read
     partial/<source>-<version>   the beginning of a file, for the next attempt
     locks/<source>               held while a source is fetched or its files are read
     lock                         held for a moment, by whoever moves, counts or removes things
@@ -40,8 +40,6 @@ class CachedAdapter:
     """One entry of the cache."""
 
     directory: Path
-    source: str
-    """Digest of the source's name."""
     origin: Origin
     blobs: Mapping[str, str]
     """File name to SHA-256."""
@@ -69,14 +67,13 @@ class DiskCache:
         with filelock.FileLock(self.root / "locks" / key):
             yield Lease(self, key, without_secrets(source))
 
-    def adapters(self) -> list[CachedAdapter]:
-        """All entries that are whole, the one unused for the longest first."""
-        folder = self.root / "adapters"
-        found = [_read(path) for path in folder.iterdir()] if folder.is_dir() else []
+    def adapters(self, source: str = "*") -> list[CachedAdapter]:
+        """The entries of a source or of all, the one unused for the longest first."""
+        found = [_read(path) for path in (self.root / "adapters").glob(f"{source}-*")]
         return sorted((a for a in found if a is not None), key=lambda a: a.used_at)
 
-    def partials(self, source: str) -> list[Path]:
-        """The beginnings of files of a source."""
+    def partials(self, source: str = "*") -> list[Path]:
+        """The beginnings of files of a source or of all."""
         return list((self.root / "partial").glob(f"{source}-*"))
 
     def num_bytes(self) -> int:
@@ -108,21 +105,22 @@ class DiskCache:
         fetching and the entry ``keep`` may not. Raises RemoteProblem.
         """
         with self.lock():
-            self._remove_leftovers()
             needed = num_bytes + sum(_size(path) for path in self.partials(owner))
             if needed > self.budget:
                 raise RemoteUnfit(
                     f"it needs {needed} bytes or more, the disk cache may hold {self.budget}: "
                     "raise --disk-cache-bytes"
                 )
-            for path, source in self._removable(owner, keep):
-                if self.num_bytes() + num_bytes <= self.budget:
+            if self._fits(num_bytes):
+                return
+            self._remove_leftovers()
+            for path in self._removable(owner, keep):
+                if self._fits(num_bytes):
                     return
-                with self._unused(source, owner) as unused:
+                with self._unused(path.name.partition("-")[0], owner) as unused:
                     if unused:
-                        _remove(path)
-                        self._remove_leftovers()
-            if self.num_bytes() + num_bytes > self.budget:
+                        self._remove(path)
+            if not self._fits(num_bytes):
                 raise RemoteUnavailable(
                     f"the disk cache of {self.budget} bytes has no room for {num_bytes} more while "
                     "others are being read: raise --disk-cache-bytes or try again later"
@@ -140,14 +138,16 @@ class DiskCache:
         for folder in ("blobs", "adapters", "partial", "locks"):
             (self.root / folder).mkdir(exist_ok=True)
 
-    def _removable(self, owner: str, keep: Path | None) -> list[tuple[Path, str]]:
-        """Entries and beginnings with their source, the one unused for the longest first."""
-        found = [(a.used_at, a.directory, a.source) for a in self.adapters() if a.directory != keep]
-        for path in (self.root / "partial").iterdir():
-            source = path.name.partition("-")[0]
-            if source != owner:
-                found.append((path.stat().st_mtime, path, source))
-        return [(path, source) for _, path, source in sorted(found)]
+    def _fits(self, num_bytes: int) -> bool:
+        return self.num_bytes() + num_bytes <= self.budget
+
+    def _removable(self, owner: str, keep: Path | None) -> list[Path]:
+        """Entries and beginnings, the one unused for the longest first."""
+        found = [(a.used_at, a.directory) for a in self.adapters() if a.directory != keep]
+        for path in self.partials():
+            if not path.name.startswith(owner):
+                found.append((path.stat().st_mtime, path))
+        return [path for _, path in sorted(found)]
 
     @contextmanager
     def _unused(self, source: str, owner: str) -> Iterator[bool]:
@@ -168,6 +168,14 @@ class DiskCache:
         finally:
             lock.release()
 
+    def _remove(self, path: Path) -> None:
+        """An entry, with the blobs that no other one has, or a beginning."""
+        if not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
+        shutil.rmtree(path)
+        self._remove_leftovers()
+
     def _remove_leftovers(self) -> None:
         """Entries that are not whole, and blobs of no entry."""
         adapters = self.adapters()
@@ -175,10 +183,10 @@ class DiskCache:
         held = {blob for adapter in adapters for blob in adapter.blobs.values()}
         for path in (self.root / "adapters").iterdir():
             if path not in whole:
-                _remove(path)
+                shutil.rmtree(path)
         for path in (self.root / "blobs").iterdir():
             if path.name not in held:
-                _remove(path)
+                path.unlink()
 
 
 @dataclass(frozen=True)
@@ -192,7 +200,7 @@ class Lease:
 
     def newest(self) -> CachedAdapter | None:
         """The entry of this source that was used last."""
-        own = [a for a in self.cache.adapters() if a.source == self.key and _is_whole(a)]
+        own = [adapter for adapter in self.cache.adapters(self.key) if _is_whole(adapter)]
         return own[-1] if own else None
 
     def find(self, files: Sequence[RemoteFile]) -> CachedAdapter | None:
@@ -214,8 +222,7 @@ class Lease:
 
     def partial(self, file: RemoteFile) -> Path:
         """Where the beginning of a file is kept; another version has another place."""
-        version = hashlib.sha256(json.dumps(self.origin([file])).encode()).hexdigest()[:32]
-        return self.cache.root / "partial" / f"{self.key}-{version}"
+        return self.cache.root / "partial" / f"{self.key}-{self._version([file])}"
 
     def scratch(self, name: str) -> Path:
         """Where a file is put that was part of another."""
@@ -233,12 +240,14 @@ class Lease:
             blob = self._blob_of(file)
             if blob is None:
                 return False
-            path = self.partial(file)
+            path, held = self.partial(file), self.cache.root / "blobs" / blob
+            if not held.exists():
+                return False
             path.unlink(missing_ok=True)
             try:
                 # A second link: the first may be removed before this one becomes an entry.
-                os.link(self.cache.root / "blobs" / blob, path)
-            except OSError:  # a file system without links, or nothing there
+                os.link(held, path)
+            except OSError:  # a file system without links
                 return False
         return path.stat().st_size == file.size and digest(path) == blob
 
@@ -263,18 +272,18 @@ class Lease:
             for name, blob in digests.items():
                 (new / "files" / name).symlink_to(Path("../../../blobs", blob))
             record = {
-                "source": self.key,
-                "shown": self.shown,
+                "source": self.shown,
                 "origin": self.origin(files),
                 "blobs": digests,
                 "sizes": sizes,
             }
             (new / _RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
             if directory.exists():
-                _remove(directory)
+                shutil.rmtree(directory)
             os.replace(new, directory)
         self.drop_partials()
-        self.cache.make_room(0, self.key, keep=directory)
+        with contextlib.suppress(RemoteUnavailable):  # others hold the room that is too much
+            self.cache.make_room(0, self.key, keep=directory)
         adapter = _read(directory)
         assert adapter is not None, "an entry is whole when it is made"
         return adapter
@@ -285,19 +294,19 @@ class Lease:
         return sorted([f.name, f.size, f.version, f.sha256] for f in files)
 
     def _directory(self, files: Sequence[RemoteFile]) -> Path:
-        text = json.dumps([self.key, self.origin(files)])
-        return self.cache.root / "adapters" / hashlib.sha256(text.encode()).hexdigest()[:32]
+        return self.cache.root / "adapters" / f"{self.key}-{self._version(files)}"
+
+    def _version(self, files: Sequence[RemoteFile]) -> str:
+        return hashlib.sha256(json.dumps(self.origin(files)).encode()).hexdigest()[:32]
 
     def _blob_of(self, file: RemoteFile) -> str | None:
         """By the digest that the source tells, or as the same version of the same file."""
-        adapters = self.cache.adapters()
         if file.sha256 is not None:
-            held = {blob for adapter in adapters for blob in adapter.blobs.values()}
-            return file.sha256 if file.sha256 in held else None
+            return file.sha256
         if file.version is None:
             return None
         [row] = self.origin([file])
-        same = (a for a in adapters if a.source == self.key and row in a.origin)
+        same = (adapter for adapter in self.cache.adapters(self.key) if row in adapter.origin)
         return next((a.blobs[file.name] for a in same if file.name in a.blobs), None)
 
 
@@ -308,7 +317,6 @@ def _read(directory: Path) -> CachedAdapter | None:
         record = json.loads(path.read_text(encoding="utf-8"))
         return CachedAdapter(
             directory=directory,
-            source=record["source"],
             origin=record["origin"],
             blobs=record["blobs"],
             sizes=record["sizes"],
@@ -331,10 +339,3 @@ def _is_whole(adapter: CachedAdapter) -> bool:
         )
     except OSError:
         return False
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -46,9 +46,13 @@ class AdapterSources:
     """Opens sources of every kind; remote ones by way of the disk cache. Safe in any thread."""
 
     def __init__(self, options: SourceOptions | None = None) -> None:
-        options = options or SourceOptions()
-        self._offline = options.adapters_offline
-        self._cache = DiskCache(options.cache_directory(), parse_bytes(options.disk_cache_bytes))
+        self._options = options or SourceOptions()
+
+    @cached_property
+    def _cache(self) -> DiskCache:
+        # Not before it is needed: there may be no home directory to put it in.
+        budget = parse_bytes(self._options.disk_cache_bytes)
+        return DiskCache(self._options.cache_directory(), budget)
 
     @contextmanager
     def open(self, name: str, source: str, rules: SourceRules | None = None) -> Iterator[Path]:
@@ -76,15 +80,17 @@ class AdapterSources:
         with ExitStack() as stack:
             try:
                 remote = stack.enter_context(closing(_remote(source, rules)))
-                directory = stack.enter_context(fetched(remote, self._cache, offline=self._offline))
+                directory = stack.enter_context(
+                    fetched(remote, self._cache, offline=self._options.adapters_offline)
+                )
             except RemoteProblem as problem:
                 raise _as_adapter_error(name, shown, problem) from problem
-            except OSError as error:
+            except (OSError, RuntimeError) as error:  # full, not ours, or no home directory
                 raise AdapterSourceUnavailable(
                     name,
                     shown,
-                    f"the disk cache {self._cache.root} cannot be used: {error.strerror or error}; "
-                    "make room there, or choose another directory with --disk-cache",
+                    f"the disk cache cannot be used: {error}; make room for it, or choose another "
+                    "directory with --disk-cache",
                 ) from error
             yield directory
 

@@ -144,11 +144,13 @@ def test_beginning_of_an_older_version_takes_no_room(places: FileServer, fetch: 
 
 
 def test_what_a_killed_process_left_is_cleared(places: FileServer, fetch: Fetch, cache: Path):
-    fetch(f"{places.url}/1/")
-    (cache / "blobs" / ("0" * 64)).write_bytes(b"no entry")
+    fetch(f"{places.url}/1/", disk_cache_bytes=TWO)
+    (cache / "blobs" / ("0" * 64)).write_bytes(b"x" * ONE)
     (cache / "adapters" / "tmp123" / "files").mkdir(parents=True)
-    fetch(f"{places.url}/2/")
+    assert cached(places, fetch, 1, TWO)
+    fetch(f"{places.url}/2/", disk_cache_bytes=TWO)
     DiskCache(cache, 0).check()
+    assert cached(places, fetch, 1, TWO), "a leftover was kept in its stead"
 
 
 def test_blobs_removed_by_hand_are_fetched_again(places: FileServer, fetch: Fetch, cache: Path):
@@ -200,3 +202,21 @@ def test_default_place_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_cache_is_nobody_elses(places: FileServer, fetch: Fetch, cache: Path):
     fetch(f"{places.url}/1/")
     assert os.stat(cache).st_mode & 0o077 == 0
+
+
+def test_local_sources_need_no_home_directory(
+    places: FileServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    opened = AdapterSources()
+    with opened.open("a", str(tmp_path)) as directory:
+        assert directory == tmp_path
+    with (
+        pytest.raises(AdapterSourceUnavailable, match=r"home directory.*--disk-cache"),
+        opened.open("a", f"{places.url}/1/"),
+    ):
+        pass

@@ -217,6 +217,14 @@ def test_server_that_takes_no_head_is_asked_by_get(web: FileServer, fetch: Fetch
     assert fetch(f"{web.url}/a/") == FILES
 
 
+def test_store_that_denies_what_is_not_there_serves_what_is(web: FileServer, fetch: Fetch):
+    files = {CONFIG: FILES[CONFIG], "adapter_model.bin": b"PK\3\4"}
+    web.put("/a/", files)
+    for name in (WEIGHTS, "tokenizer.json", "added_tokens.json"):
+        web.files[f"/a/{name}"] = Served(b"AccessDenied", status=403)
+    assert fetch(f"{web.url}/a/") == files
+
+
 def test_unreachable_server_tells_of_the_copy_and_offline_serves_it(web: FileServer, fetch: Fetch):
     web.put("/a/", FILES)
     fetch(f"{web.url}/a/")

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from loramux.adapters.remotes.remote import (
+    RemoteDenied,
     RemoteFile,
     RemoteForbidden,
     RemoteMissing,
@@ -138,7 +139,7 @@ def _raise_for_status(where: str, status: int) -> None:
     if status in (404, 410):
         raise RemoteMissing(f"{where} does not exist (status {status})")
     if status in (401, 403):
-        raise RemoteUnavailable(f"{where} is refused to this server (status {status})")
+        raise RemoteDenied(f"{where} is refused to this server (status {status})")
     if not 200 <= status < 300:
         raise RemoteUnavailable(f"{where} answers with status {status}")
 

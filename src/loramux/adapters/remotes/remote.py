@@ -42,6 +42,10 @@ class RemoteUnavailable(RemoteProblem):
     """The place cannot be reached or does not answer as it should."""
 
 
+class RemoteDenied(RemoteUnavailable):
+    """The place does not let this server in."""
+
+
 class TransferBroken(RemoteUnavailable):
     """A transfer ended early; what has come can be used."""
 
@@ -103,6 +107,8 @@ def choose(present: Collection[str]) -> list[str]:
     """Of all file names at a place, those that are read. Raises RemoteMissing."""
     weights = next((name for name in WEIGHT_FILES if name in present), None)
     if weights is None and CONFIG_FILE not in present:
-        raise RemoteMissing(f"holds no adapter: neither {CONFIG_FILE} nor {WEIGHT_FILES[0]}")
+        raise RemoteMissing(
+            f"holds no adapter: neither {CONFIG_FILE} nor {WEIGHT_FILES[0]} is there"
+        )
     others = [name for name in (CONFIG_FILE, *TOKENIZER_FILES) if name in present]
     return others if weights is None else [*others, weights]

@@ -11,7 +11,8 @@ from loramux.adapters.formats.weight_files import WEIGHT_FILES
 from loramux.adapters.remotes.archives import archive_name
 from loramux.adapters.remotes.http_files import HttpFiles
 from loramux.adapters.remotes.remote import (
-    TOKENIZER_FILES,
+    ADAPTER_FILES,
+    RemoteDenied,
     RemoteFile,
     RemoteMissing,
     RemoteUnfit,
@@ -42,14 +43,25 @@ class WebRemote:
         if self._archive is not None:
             file = self._files.look(self._archive, self.source)
             if file is None:
-                raise RemoteMissing("there is no such archive")
+                raise RemoteMissing("there is no such archive, or a web page in its place")
             return [file]
         found: dict[str, RemoteFile] = {}
-        for name in (CONFIG_FILE, *TOKENIZER_FILES):
-            self._look_for(name, found)
-        for name in WEIGHT_FILES:
-            if self._look_for(name, found):
-                break
+        denied: dict[str, RemoteDenied] = {}
+        for name in ADAPTER_FILES:
+            if name in WEIGHT_FILES and not found.keys().isdisjoint(WEIGHT_FILES):
+                continue
+            try:
+                file = self._files.look(name, self._url(name))
+            except RemoteDenied as refusal:
+                # Stores that do not let everybody list them say so of files that are not there.
+                denied[name] = refusal
+                continue
+            if file is not None:
+                found[name] = file
+        if CONFIG_FILE in denied:
+            raise denied[CONFIG_FILE]
+        if denied and found.keys().isdisjoint(WEIGHT_FILES):
+            raise next(iter(denied.values()))
         return [found[name] for name in choose(found)]
 
     def open(self, file: RemoteFile, start: int) -> AbstractContextManager[Transfer]:
@@ -58,9 +70,6 @@ class WebRemote:
     def close(self) -> None:
         self._files.close()
 
-    def _look_for(self, name: str, found: dict[str, RemoteFile]) -> bool:
+    def _url(self, name: str) -> str:
         parts = urlsplit(self.source)
-        file = self._files.look(name, urlunsplit(parts._replace(path=parts.path + name)))
-        if file is not None:
-            found[name] = file
-        return file is not None
+        return urlunsplit(parts._replace(path=parts.path + name))
