@@ -112,9 +112,13 @@ class SourceOptions:
             raise ConfigError("disk_cache_bytes must be at least one byte")
 
     def cache_directory(self) -> Path:
-        if self.disk_cache is None:
-            return cache_folder(os.environ) / "adapters"
-        return Path(self.disk_cache).expanduser().absolute()
+        """Raises ConfigError where there is no home directory."""
+        try:
+            if self.disk_cache is None:
+                return cache_folder(os.environ) / "adapters"
+            return Path(self.disk_cache).expanduser().absolute()
+        except RuntimeError as error:
+            raise ConfigError(f"disk_cache: {error} Give a directory that needs none") from None
 
 
 @dataclass(frozen=True, kw_only=True)

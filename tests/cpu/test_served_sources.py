@@ -48,7 +48,7 @@ class Bench:
         return await self.client.post("/v1/load_lora_adapter", json=body)
 
     async def answer(self) -> str:
-        body = {"model": "a", "prompt": [1, 2, 3], "temperature": 0, "max_tokens": 6}
+        body = {"model": "a", "prompt": "1 2 3", "temperature": 0, "max_tokens": 6}
         response = await self.client.post("/v1/completions", json=body)
         return response.raise_for_status().json()["choices"][0]["text"]
 
@@ -159,7 +159,8 @@ async def test_forbidden_sources_change_nothing(tmp_path: Path, source: str) -> 
         assert not (tmp_path / "cache").exists()
 
 
-async def test_requests_go_on_while_a_source_is_slow(tmp_path: Path) -> None:
+async def test_requests_go_on_while_many_sources_are_slow(tmp_path: Path) -> None:
+    """More than there are threads to tokenize prompts."""
     async with running(tmp_path) as bench:
         assert (await bench.load("good")).status_code == 200
         bench.web.put("/x/", bench.files)
@@ -170,12 +171,17 @@ async def test_requests_go_on_while_a_source_is_slow(tmp_path: Path) -> None:
             asyncio.run_coroutine_threadsafe(gate.wait(), loop).result(30)
 
         bench.web.files[f"/x/{WEIGHTS}"].wait = wait
-        loading = asyncio.create_task(bench.load(f"{bench.web.url}/x/", lora_name="b"))
+        loads = [
+            asyncio.create_task(bench.load(f"{bench.web.url}/x/?{i}", lora_name=f"b{i}"))
+            for i in range(40)
+        ]
+        while not bench.web.asked:
+            await asyncio.sleep(0.01)
         for _ in range(3):
-            assert await bench.answer()
-        assert not loading.done()
+            assert await asyncio.wait_for(bench.answer(), 20)
+        assert not any(load.done() for load in loads)
         gate.set()
-        assert (await loading).status_code == 200
+        assert {(await load).status_code for load in loads} == {200}
 
 
 def test_llm_takes_remote_sources_of_the_caller(

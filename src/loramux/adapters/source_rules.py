@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from loramux.adapters.remotes.remote import ADAPTER_FILES
 from loramux.adapters.report import printable
@@ -23,7 +23,7 @@ def allows(source: str, prefixes: Iterable[str]) -> bool:
     path = unquote(re.split(r"[?#]", source, maxsplit=1)[0])
     if re.search(r"(^|[/\\:])\.{1,2}([/\\]|$)|\\|%", path) or any(ord(c) <= 32 for c in path):
         return False
-    if "://" in source and "@" in urlsplit(source).netloc:
+    if re.match(r"[^/]*://[^/?#]*@", source):
         return False
     return any(_begins(_plain(source), _plain(prefix)) for prefix in prefixes)
 

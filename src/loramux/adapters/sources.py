@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from loramux.adapters.disk_cache import DiskCache
 from loramux.adapters.remotes.fetch import fetched
@@ -31,6 +31,7 @@ from loramux.errors import (
     AdapterSourceForbidden,
     AdapterSourceNotFound,
     AdapterSourceUnavailable,
+    ConfigError,
 )
 from loramux.types import SourceRules
 
@@ -85,7 +86,7 @@ class AdapterSources:
                 )
             except RemoteProblem as problem:
                 raise _as_adapter_error(name, shown, problem) from problem
-            except (OSError, RuntimeError) as error:  # full, not ours, or no home directory
+            except (OSError, NotImplementedError, ConfigError) as error:  # full, without locks, ...
                 raise AdapterSourceUnavailable(
                     name,
                     shown,
@@ -126,17 +127,21 @@ def _local_path(name: str, source: str) -> str:
     match = _REMOTE.match(source)
     if match is None or (match[1] or "").lower() not in _LOCAL_SCHEMES:
         return source
-    parts = urlsplit(source)
-    if parts.netloc not in ("", "localhost") or not parts.path:
+    path = re.fullmatch(r"\w+://(?:localhost)?(/.*)", source, re.DOTALL)
+    if path is None:
         raise AdapterSourceNotFound(
             name, printable(source, limit=400), "write file:/// and an absolute path"
         )
-    return unquote(parts.path)
+    return unquote(path[1])
 
 
 def _remote(source: str, rules: SourceRules | None) -> Remote:
     """Raises RemoteUnfit for what is no source of any kind."""
     scheme = source.partition(":")[0].lower()
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise RemoteUnfit("it holds characters that are none") from None
     if source.startswith("hf:"):
         return HubRemote(source)
     if scheme in ("http", "https"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -28,6 +29,9 @@ from loramux.types import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MAX_READS = 8
+"""Adapters that are fetched and read at once; more of them wait."""
 
 Command = Callable[[], Sequence[Delta] | None]
 """Runs in the engine's thread between two steps; the deltas it gives rise to are delivered."""
@@ -93,6 +97,7 @@ class AsyncEngine:
         self._worker = worker
         self._admission = admission
         self._sources = sources or AdapterSources()
+        self._reading = asyncio.Semaphore(_MAX_READS)
         self._max_open = max_open
         self._adapters_at_start = tuple(adapters)
         self._streams: dict[RequestId, EngineStream] = {}
@@ -170,9 +175,10 @@ class AsyncEngine:
         """Read, check and register an adapter while steps go on. Raises AdapterError."""
         self._check_alive()
         self._admission.catalog.check_name(name, replace=load_inplace)
-        prepared = await asyncio.to_thread(
-            read_adapter, self._worker, self._sources, name, source, rules
-        )
+        async with self._reading:
+            prepared = await _in_a_thread(
+                lambda: read_adapter(self._worker, self._sources, name, source, rules)
+            )
         return await self._call(
             lambda: self._core.adapters.register(
                 name, source, prepared, pinned=pinned, replace=load_inplace
@@ -275,3 +281,22 @@ class AsyncEngine:
         if deltas:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+
+async def _in_a_thread(function: Callable[[], T]) -> T:
+    """Run ``function`` in a thread of its own.
+
+    A download may take long. The threads of ``asyncio.to_thread`` are few and tokenize prompts, and
+    the end of the process waits for them.
+    """
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="loramux-adapter", daemon=True).start()
+    return await asyncio.wrap_future(future)

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from loramux.adapters.sources import AdapterSources, find_directory, shown_source
-from loramux.errors import AdapterSourceNotFound
+from loramux.config import SourceOptions
+from loramux.errors import AdapterError, AdapterSourceNotFound
+from loramux.types import SourceRules
 
 
 def test_directory_is_found_as_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -48,6 +50,24 @@ def test_impossible_paths_are_not_found_rather_than_a_crash(source: str):
 @pytest.mark.parametrize("url", ["file://elsewhere/a", "file://", "local://x/y", "FILE://x"])
 def test_file_urls_without_an_absolute_path_tell_the_form(url: str):
     with pytest.raises(AdapterSourceNotFound, match="file:///"), AdapterSources().open("p", url):
+        pass
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "https://[", "http://[::1/a/", "https://host:99999/a/", "https:// /", "https:///a/",
+        "http://\0/", "https://\u2488/a/", "https://" + "x" * 300 + "/", "https://h/\ud800/",
+        "file://[x", "file:///\0", "file:///%00", "hf:a/b@\n", "hf:", "://", "a::b://c",
+        "memory://", "reference:///etc/passwd", "zip://x", "github://a", "s3:///", "::://",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("rules", [None, SourceRules(root=".", prefixes=("https://", "hf:"))])
+def test_whatever_is_named_fails_with_a_typed_error(
+    source: str, rules: SourceRules | None, tmp_path: Path
+):
+    sources = AdapterSources(SourceOptions(disk_cache=str(tmp_path), adapters_offline=False))
+    with pytest.raises(AdapterError), sources.open("p", source, rules):
         pass
 
 

@@ -143,6 +143,7 @@ FAULTS = {
     "missing": ({"status": 404}, AdapterSourceNotFound, "holds no adapter"),
     "unauthorized": ({"status": 401}, AdapterSourceUnavailable, "refused to this server"),
     "forbidden": ({"status": 403}, AdapterSourceUnavailable, "refused to this server"),
+    "confused": ({"status": 416}, AdapterSourceUnavailable, "status 416"),
     "broken": ({"status": 500}, AdapterSourceUnavailable, "status 500"),
     "web_page": (
         {"data": b"<!DOCTYPE html><title>Sign in"}, AdapterRefused, "web page",

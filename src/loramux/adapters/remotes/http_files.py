@@ -85,7 +85,7 @@ class HttpFiles:
             headers["Range"] = f"bytes={start}-"
             if validated and file.version is not None:
                 headers["If-Range"] = file.version
-        with self._stream("GET", file.place, headers) as response:
+        with self._stream("GET", file.place, headers, (416,) if start else ()) as response:
             if response.status_code != 416:
                 begin = _begin(response, file, start)
                 yield Transfer(begin, _chunks(response, file.name))
@@ -103,7 +103,7 @@ class HttpFiles:
 
     @contextmanager
     def _stream(
-        self, method: str, url: str, headers: Mapping[str, str], allowed: tuple[int, ...] = (416,)
+        self, method: str, url: str, headers: Mapping[str, str], allowed: tuple[int, ...] = ()
     ) -> Iterator[httpx2.Response]:
         """An answer that is a success or has one of the ``allowed`` statuses."""
         import httpx2
@@ -114,7 +114,7 @@ class HttpFiles:
                 if response.status_code not in allowed:
                     _raise_for_status(where, response.status_code)
                 yield response
-        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, UnicodeError) as error:  # of the host's name
             detail = str(error) or type(error).__name__
             raise RemoteUnavailable(f"{where} cannot be reached: {detail}") from error
 

@@ -31,7 +31,10 @@ class WebRemote:
         """Raises RemoteUnfit for a URL of neither form."""
         self.source = url
         self._files = HttpFiles(may_visit=may_visit)
-        path = urlsplit(url).path
+        try:
+            path = urlsplit(url).path
+        except ValueError as error:
+            raise RemoteUnfit(f"the URL cannot be read: {error}") from None
         self._archive = archive_name(path)
         if self._archive is None and not path.endswith("/"):
             raise RemoteUnfit(
