@@ -48,6 +48,8 @@ class Served:
     error_code: str = ""
     """How the hub tells apart what has one status."""
     head_status: int | None = None
+    head_announced: int | None = None
+    """Content-Length of HEAD, where it is another."""
     wait: Callable[[], object] = field(default=lambda: None)
     """Called before the body of a GET."""
 
@@ -152,6 +154,8 @@ def _send(handler: BaseHTTPRequestHandler, served: Served, *, body: bool) -> int
         whole = len(served.data)
         handler.send_header("Content-Range", f"bytes {start}-{whole - 1}/{whole}")
     length = len(data) if served.announced == -1 else served.announced
+    if not body and served.head_announced is not None:
+        length = served.head_announced
     if length is None:
         handler.send_header("Connection", "close")
         handler.close_connection = True

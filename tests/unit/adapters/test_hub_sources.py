@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from loramux.errors import (
@@ -152,6 +157,20 @@ def test_size_beyond_the_budget_is_refused_before_a_byte_travels(hub: FakeHub, f
     with pytest.raises(AdapterRefused, match="--disk-cache-bytes"):
         fetch(f"hf:{REPO}", disk_cache_bytes="2000")
     assert hub.gets(WEIGHTS) == hub.gets(CONFIG) == 0
+
+
+def test_command_asks_the_hub_of_the_environment(hub: FakeHub, tmp_path: Path):
+    hub.commit(REPO, {CONFIG: FILES[CONFIG]})
+    done = subprocess.run(
+        [sys.executable, "-m", "loramux", "inspect", f"hf:{REPO}"],
+        env={**os.environ, "HF_ENDPOINT": hub.url, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("config only: ")
+    assert list((tmp_path / "loramux" / "adapters" / "blobs").iterdir())
 
 
 @pytest.mark.parametrize(

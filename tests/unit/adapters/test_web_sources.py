@@ -185,13 +185,36 @@ def test_failed_load_leaves_the_cache_as_it_was_and_a_good_one_follows(
     assert not [name for name in snapshot(cache) if name.startswith("partial/")]
 
 
-def test_body_longer_than_announced_is_cut_off(web: FileServer, fetch: Fetch, cache: Path):
+@pytest.mark.parametrize(
+    ("announced", "text"),
+    [(-1, "announced with 100 bytes and sent with"), (None, "is longer than")],
+)
+def test_other_length_than_announced_is_refused(
+    web: FileServer, fetch: Fetch, cache: Path, announced: int | None, text: str
+):
     web.put("/a/", FILES)
-    # HEAD and GET disagree; the client reads what GET announces.
+    web.files[f"/a/{WEIGHTS}"] = Served(FILES[WEIGHTS], announced=announced, head_announced=100)
+    with pytest.raises(AdapterSourceUnavailable, match=text):
+        fetch(f"{web.url}/a/")
+    assert sum(map(len, snapshot(cache).values())) == len(FILES[CONFIG])
+
+
+def test_body_without_a_length_is_cut_at_the_budget(web: FileServer, fetch: Fetch, cache: Path):
+    web.put("/a/", FILES)
     web.files[f"/a/{WEIGHTS}"] = Served(FILES[WEIGHTS], announced=None)
     with pytest.raises(AdapterRefused, match="--disk-cache-bytes"):
         fetch(f"{web.url}/a/", disk_cache_bytes="2000")
     assert sum(len(v) for v in snapshot(cache).values()) < 2000
+
+
+def test_transfer_that_hardly_moves_is_given_up(
+    web: FileServer, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("loramux.adapters.remotes.download._PATIENCE_SECONDS", -1)
+    monkeypatch.setattr("loramux.adapters.remotes.download._SLOWEST_BYTES_PER_SECOND", 10**12)
+    web.put("/a/", FILES)
+    with pytest.raises(AdapterSourceUnavailable, match="comes too slowly"):
+        fetch(f"{web.url}/a/")
 
 
 def test_file_without_a_length_is_read_to_its_end(web: FileServer, fetch: Fetch):
