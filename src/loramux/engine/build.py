@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from rich.console import Console
@@ -66,7 +66,7 @@ class Parts:
     text: HFText
     base_name: str
     limits: StepLimits
-    sources: AdapterSources
+    sources: AdapterSources = field(default_factory=AdapterSources)
 
 
 def build_async_engine(
