@@ -161,9 +161,10 @@ def test_size_beyond_the_budget_is_refused_before_a_byte_travels(hub: FakeHub, f
 
 def test_command_asks_the_hub_of_the_environment(hub: FakeHub, tmp_path: Path):
     hub.commit(REPO, {CONFIG: FILES[CONFIG]})
+    own = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-m", "loramux", "inspect", f"hf:{REPO}"],
-        env={**os.environ, "HF_ENDPOINT": hub.url, "XDG_CACHE_HOME": str(tmp_path)},
+        env={**os.environ, **own},
         capture_output=True,
         text=True,
         check=False,
