@@ -15,6 +15,7 @@ TARGET = Path(__file__).with_name("configuration.md")
 GROUPS = (
     config.ModelOptions,
     config.AdapterOptions,
+    config.SourceOptions,
     config.SchedulerOptions,
     config.ServerOptions,
 )
@@ -28,11 +29,13 @@ Each option is a field of a frozen dataclass in `loramux.config` and a flag of t
 An unknown flag, an unknown field and a value that cannot work are errors. Sizes are numbers of
 bytes with an optional unit: `512MiB`, `8GB`, `1073741824`.
 
-`loramux serve` and `loramux generate` take the flags of the model, the adapters and the scheduler,
-`loramux serve` those of the server as well. In Python the first three go into an `EngineOptions`
-as `model`, `adapters` and `scheduler`.
+`loramux serve` and `loramux generate` take the flags of the model, the adapters, their sources and
+the scheduler, `loramux serve` those of the server as well, `loramux inspect` those of the sources.
+In Python all but the server's go into an `EngineOptions` as `model`, `adapters`, `sources` and
+`scheduler`.
 
-The one environment variable is `LORAMUX_LOG`: `DEBUG`, `INFO` (default), `WARNING` or `ERROR`.
+The one environment variable is `LORAMUX_LOG`: `DEBUG`, `INFO` (default), `WARNING` or `ERROR`. The
+clients of remote sources have their own, such as `HF_TOKEN` and `AWS_PROFILE`.
 """
 
 
@@ -72,7 +75,7 @@ def _type(hint: object) -> str:
 
 def _default(option: Field[object]) -> str:
     assert option.default is not MISSING, f"{option.name} has no default"
-    return "" if option.default is None else f"`{option.default}`"
+    return "" if option.default in (None, ()) else f"`{option.default}`"
 
 
 if __name__ == "__main__":

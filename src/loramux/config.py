@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from loramux.errors import ConfigError
@@ -39,6 +42,12 @@ def parse_bytes(text: str) -> int:
         raise ConfigError(f"{text!r} is no size: write for example 512MiB or 8GB")
     unit = (match[2] or "").lower()
     return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[unit])
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """``$XDG_CACHE_HOME/loramux``, or ``~/.cache/loramux`` where it is unset or not absolute."""
+    xdg = Path(environ.get("XDG_CACHE_HOME", ""))
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "loramux"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +105,34 @@ class AdapterOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """Adapters that come from other machines."""
+
+    disk_cache: str | None = option(
+        None,
+        "directory that keeps fetched adapters; default: adapters in $XDG_CACHE_HOME/loramux or "
+        "~/.cache/loramux",
+    )
+    disk_cache_bytes: str = option("20GiB", "bytes that it may hold")
+    adapters_offline: bool = option(
+        False, "serve fetched adapters without asking whether they have changed, and no others"
+    )
+
+    def __post_init__(self) -> None:
+        if parse_bytes(self.disk_cache_bytes) < 1:
+            raise ConfigError("disk_cache_bytes must be at least one byte")
+
+    def cache_directory(self) -> Path:
+        """Raises ConfigError where there is no home directory."""
+        try:
+            if self.disk_cache is None:
+                return cache_folder(os.environ) / "adapters"
+            return Path(self.disk_cache).expanduser().absolute()
+        except RuntimeError as error:
+            raise ConfigError(f"disk_cache: {error} Give a directory that needs none") from None
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
     """How steps are filled."""
 
@@ -146,6 +183,7 @@ class EngineOptions:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     adapters: AdapterOptions = field(default_factory=AdapterOptions)
+    sources: SourceOptions = field(default_factory=SourceOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
 
 
@@ -159,11 +197,27 @@ class ServerOptions:
         None, "name of the base model in requests; default: its path"
     )
     max_body_bytes: int = option(4 * 2**20, "largest request body")
+    adapter_root: str | None = option(
+        None,
+        "directory that adapters loaded over HTTP must lie in, by paths relative to it; default: "
+        "any local directory",
+    )
+    adapter_sources: tuple[str, ...] = option(
+        (),
+        "beginning of remote sources that may be loaded over HTTP, such as hf:my-org or "
+        "s3://bucket/adapters/; may be repeated; default: none",
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         _at_least("max_body_bytes", self.max_body_bytes, 1)
+        for prefix in self.adapter_sources:
+            if not re.match(r"hf:|[A-Za-z][A-Za-z0-9+.\-]*://", prefix):
+                raise ConfigError(
+                    f"adapter_sources: {prefix!r} is no beginning of a remote source: write for "
+                    "example hf:my-org or https://host/adapters/"
+                )
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:

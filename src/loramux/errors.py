@@ -12,6 +12,8 @@ LoramuxError
 └── AdapterError                an adapter that cannot be loaded, found or removed
     ├── AdapterRefused          400, with every reason
     ├── AdapterSourceNotFound   404
+    ├── AdapterSourceForbidden  403
+    ├── AdapterSourceUnavailable 502
     ├── UnknownAdapter          404
     └── AdapterExists           400
 """
@@ -111,6 +113,28 @@ class AdapterSourceNotFound(AdapterError):
     """The place an adapter should come from does not exist."""
 
     http_status = 404
+
+    def __init__(self, name: str, source: str, detail: str) -> None:
+        super().__init__(f"adapter {name!r}: {source}: {detail}")
+        self.name = name
+        self.source = source
+
+
+class AdapterSourceForbidden(AdapterError):
+    """This server's rules do not allow the place an adapter should come from."""
+
+    http_status = 403
+
+    def __init__(self, name: str, source: str, detail: str) -> None:
+        super().__init__(f"adapter {name!r}: {source} is not allowed: {detail}")
+        self.name = name
+        self.source = source
+
+
+class AdapterSourceUnavailable(AdapterError):
+    """The place an adapter should come from does not answer as it should, or not to us."""
+
+    http_status = 502
 
     def __init__(self, name: str, source: str, detail: str) -> None:
         super().__init__(f"adapter {name!r}: {source}: {detail}")

@@ -176,6 +176,16 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceRules:
+    """Where adapters may come from whose source is named by somebody else than the operator."""
+
+    root: str | None = None
+    """Directory that local ones must lie in; None allows every directory."""
+    prefixes: tuple[str, ...] = ()
+    """Beginnings of remote sources; none allows no remote source."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters and gauges of one engine, for logs and metrics. Times are in seconds."""
 

@@ -5,8 +5,10 @@ from typing import Any
 import httpx
 import pytest
 
+from loramux.config import ServerOptions
 from loramux.server.app import create_app
 from loramux.testing import FakeEngine
+from loramux.types import SourceRules
 
 pytestmark = pytest.mark.anyio
 
@@ -141,3 +143,12 @@ async def test_everyone_may_generate(engine: FakeEngine) -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         response = await client.post("/v1/completions", json={"model": "base", "prompt": "a"})
     assert response.status_code == 200
+
+
+async def test_rules_of_the_server_go_with_every_load() -> None:
+    engine = FakeEngine()
+    options = ServerOptions(adapter_root="/adapters", adapter_sources=("hf:org",))
+    transport = httpx.ASGITransport(create_app(engine, options=options))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        await client.post("/v1/load_lora_adapter", json=NEW)
+    assert engine.rules == [SourceRules(root="/adapters", prefixes=("hf:org",))]

@@ -67,6 +67,9 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "max_rank": 9,
         "lora_target_modules": "q_proj,attn_v",
         "tuning": "/t.json",
+        "disk_cache": "/cache",
+        "disk_cache_bytes": "3GiB",
+        "adapters_offline": True,
         "max_num_seqs": 11,
         "max_step_tokens": 222,
         "kv_cache": "2GiB",
@@ -76,11 +79,17 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "port": 1234,
         "served_model_name": "me",
         "max_body_bytes": 99,
+        "adapter_root": "/adapters",
+        "adapter_sources": ("hf:org", "s3://bucket/"),
     }
     arguments = []
     for name, value in changed.items():
         flag = name.replace("_", "-")
-        arguments += ["--no-self-check"] if value is False else [f"--{flag}", str(value)]
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            continue
+        for word in value if isinstance(value, tuple) else (value,):
+            arguments += [f"--{flag}", str(word)]
     assert run("probe", *arguments) == 0
     [(engine, server)] = probe
     assert leaves(engine) | leaves(server) == changed
@@ -112,6 +121,9 @@ def test_field_of_a_new_option_class_needs_no_more_code() -> None:
         ["serve", "base", "--kv-cache", "lots"],
         ["serve", "base", "--lora-target-modules", "q_proj v_proj"],
         ["serve", "base", "--no-such-option"],
+        ["serve", "base", "--disk-cache-bytes", "0"],
+        ["serve", "base", "--adapter-root", "/no/such/folder"],
+        ["serve", "base", "--adapter-sources", "my-org"],
         ["serve", "base", "--adapter", "nameonly"],
         ["serve", "base", "--adapter", "a=x", "--adapter", "a=y"],
         ["serve", "base", "--adapter", "a=x", "--served-model-name", "a"],

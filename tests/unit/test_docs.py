@@ -23,7 +23,7 @@ def test_configuration_page_is_up_to_date() -> None:
 
 def test_configuration_page_has_every_option() -> None:
     page = (CHECKOUT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    engine = (config.ModelOptions, config.AdapterOptions, config.SchedulerOptions)
+    engine = (field.default_factory for field in fields(config.EngineOptions))
     for option in (f for group in (*engine, config.ServerOptions) for f in fields(group)):
         assert f"| `{option.name}` |" in page
 

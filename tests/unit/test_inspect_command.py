@@ -16,6 +16,7 @@ from loramux.adapters.inspected import Inspection, LayerFacts, ModuleFacts, Tier
 from loramux.cli.inspection_text import lines, plot
 from loramux.cli.main import app
 from tests.adapter_files import lora_config
+from tests.remote_places import FileServer
 
 FOUND = Inspection(
     verdict="serveable",
@@ -162,3 +163,14 @@ def test_plot_is_relative_to_the_base_where_all_layers_are():
 
 def test_plot_of_zero_deltas_has_no_bars():
     assert "█" not in "".join(plotted(LayerFacts(0, 0.0, None)))
+
+
+def test_remote_adapter_is_fetched_into_the_given_cache(tmp_path: Path):
+    with FileServer().running() as web:
+        web.put("/a/", {"adapter_config.json": json.dumps(lora_config()).encode()})
+        result = run(f"{web.url}/a/", "--disk-cache", str(tmp_path / "cache"))
+        assert result.exit_code == 0
+        assert result.stdout.startswith("config only: ")
+        assert list((tmp_path / "cache" / "blobs").iterdir())
+        missing = run(f"{web.url}/nowhere/", "--disk-cache", str(tmp_path / "cache"))
+    assert missing.exit_code == 2

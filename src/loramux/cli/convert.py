@@ -9,14 +9,17 @@ import typer
 from safetensors import SafetensorError
 
 from loramux.adapters.new_folder import check_target, new_folder
-from loramux.adapters.sources import find_directory
+from loramux.adapters.sources import AdapterSources
 from loramux.cli.inspection_text import harmless
+from loramux.cli.options import with_options
+from loramux.config import SourceOptions
 from loramux.errors import AdapterError, AdapterRefused, ConfigError
 
 if TYPE_CHECKING:
     from loramux.adapters.spec import BaseLayout
 
 
+@with_options
 def convert(
     source: Annotated[
         str, typer.Argument(metavar="SOURCE", help="The adapter, in any format that is served.")
@@ -34,6 +37,8 @@ def convert(
     force: Annotated[
         bool, typer.Option("--force", help="Replace OUT, where it is what this command writes.")
     ] = False,
+    *,
+    sources: SourceOptions,
 ) -> None:
     """Write the adapter SOURCE in another format, or BASE with it folded in, to the folder OUT.
 
@@ -42,25 +47,24 @@ def convert(
     if merge and to is not None:
         raise typer.BadParameter("--merge writes a whole model: leave --to out")
     try:
-        path = find_directory(source, source)
-        out = out.expanduser().absolute()
-        folder = Path(base).expanduser()
-        marker = "config.json" if merge else "adapter_config.json"
-        check_target(out, force=force, marker=marker, inputs=[path, folder])
-        layout = _layout(base)
-    except (AdapterError, ConfigError) as error:
-        raise typer.BadParameter(str(error)) from error
-    try:
-        if merge:
-            _merge(path, out, folder, layout)
-        else:
-            _convert(path, out, layout, to or "peft")
-    except (OSError, SafetensorError) as error:
-        typer.echo(f"error: {out} cannot be written: {error}", err=True)
-        raise typer.Exit(1) from None
+        with AdapterSources(sources).open(source, source) as path:
+            out = out.expanduser().absolute()
+            folder = Path(base).expanduser()
+            marker = "config.json" if merge else "adapter_config.json"
+            check_target(out, force=force, marker=marker, inputs=[path, folder])
+            layout = _layout(base)
+            if merge:
+                _merge(path, out, folder, layout)
+            else:
+                _convert(path, out, layout, to or "peft")
     except AdapterRefused as refusal:
         typer.echo(f"refused on {base}")
         _echo_list(refusal.reasons)
+        raise typer.Exit(1) from None
+    except (AdapterError, ConfigError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except (OSError, SafetensorError) as error:
+        typer.echo(f"error: {out} cannot be written: {error}", err=True)
         raise typer.Exit(1) from None
 
 

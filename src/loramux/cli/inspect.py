@@ -13,17 +13,22 @@ from rich.console import Console
 
 from loramux.adapters.inspected import ReferenceBase
 from loramux.adapters.inspection import inspect_adapter
-from loramux.adapters.sources import find_directory
+from loramux.adapters.sources import AdapterSources
 from loramux.adapters.spec import BaseLayout, LoraSpec
 from loramux.cli.inspection_text import lines, plot
-from loramux.config import AdapterOptions
+from loramux.cli.options import with_options
+from loramux.config import AdapterOptions, SourceOptions
 from loramux.errors import AdapterError, ConfigError
 
 
+@with_options
 def inspect(
     adapter: Annotated[
         str,
-        typer.Argument(metavar="ADAPTER", help="Directory of the adapter, or an archive of NeMo."),
+        typer.Argument(
+            metavar="ADAPTER",
+            help="Directory of the adapter, an archive of NeMo, hf:org/repo, or a URL of one.",
+        ),
     ],
     base: Annotated[
         str | None,
@@ -39,19 +44,24 @@ def inspect(
     max_rank: Annotated[
         int, typer.Option(min=1, help="Largest rank that the server would accept.")
     ] = AdapterOptions().max_rank,
+    *,
+    sources: SourceOptions,
 ) -> None:
     """Say whether ADAPTER can be served and, if not, every reason why.
 
     The exit code is 0 if nothing speaks against it, 1 if it is refused, 2 for wrong use.
     """
     try:
-        directory = find_directory(adapter, adapter)
-        reference = None if base is None else _reference(base)
+        with AdapterSources(sources).open(adapter, adapter) as directory:
+            found = inspect_adapter(
+                directory,
+                None if base is None else _reference(base),
+                max_rank=max_rank,
+                packed_bytes=_packed_bytes,
+                measure=norms,
+            )
     except (AdapterError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from error
-    found = inspect_adapter(
-        directory, reference, max_rank=max_rank, packed_bytes=_packed_bytes, measure=norms
-    )
     found = dataclasses.replace(found, adapter=adapter)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -47,6 +47,7 @@ def build(options: type, values: Mapping[str, Any]) -> Any:
         f.name: build(hints[f.name], values) if is_dataclass(hints[f.name]) else values[f.name]
         for f in fields(options)
     }
+    arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in arguments.items()}
     try:
         return options(**arguments)
     except ConfigError as error:
@@ -80,9 +81,12 @@ def _parameters(options: type) -> Iterator[inspect.Parameter]:
         if hint is bool:
             flag += "/--no-" + flag.removeprefix("--")
         option = typer.Option(flag, help=f.metadata["help"], rich_help_panel=panel)
+        default: Any = f.default
+        if get_origin(hint) is tuple:  # a tuple would be one option with a fixed number of words
+            hint, default = list[get_args(hint)[0]], list(default)
         yield inspect.Parameter(
             f.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=f.default,
+            default=default,
             annotation=Annotated[hint, option],
         )

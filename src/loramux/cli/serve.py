@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,6 +32,8 @@ def serve(
         raise typer.BadParameter(
             f"--served-model-name {server.served_model_name} is also the name of an adapter"
         )
+    if server.adapter_root is not None and not Path(server.adapter_root).expanduser().is_dir():
+        raise typer.BadParameter(f"--adapter-root {server.adapter_root} is no directory")
     setup_logging()
 
     from loramux.server.listen import bind, serve_app

@@ -8,10 +8,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from loramux.config import cache_folder
 from loramux.errors import ConfigError, ModelNotServable
 
 BASE_NAME = "SmolLM2-135M-Instruct"
@@ -38,12 +39,6 @@ def demo_base(announce: Callable[[str], None] = logger.info) -> Path:
         announce(f"converting {BASE_NAME} to {folder} (once, about half a minute)")
         publish(folder, _convert)
     return folder
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """``$XDG_CACHE_HOME/loramux``, or ``~/.cache/loramux`` where it is unset or not absolute."""
-    xdg = Path(environ.get("XDG_CACHE_HOME", ""))
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "loramux"
 
 
 def publish(folder: Path, fill: Callable[[Path], None]) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from loramux.adapters.catalog import Catalog, Entry
 from loramux.adapters.residency import Residency
-from loramux.adapters.sources import find_directory
+from loramux.adapters.sources import AdapterSources, shown_source
 from loramux.adapters.spec import PreparedAdapter
 from loramux.engine.interface import Worker
 from loramux.errors import AdapterRefused
-from loramux.types import AdapterId, AdapterInfo
+from loramux.types import AdapterId, AdapterInfo, SourceRules
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class AdapterDesk:
         entry = Entry(
             name=name,
             adapter_id=adapter_id,
-            source=source,
+            source=shown_source(source),
             num_bytes=prepared.num_bytes,
             max_rank=prepared.max_rank,
             pinned=pinned,
@@ -103,9 +103,16 @@ class AdapterDesk:
         )
 
 
-def read_adapter(worker: Worker, name: str, source: str) -> PreparedAdapter:
+def read_adapter(
+    worker: Worker,
+    sources: AdapterSources,
+    name: str,
+    source: str,
+    rules: SourceRules | None = None,
+) -> PreparedAdapter:
     """Find, read and check an adapter, in any thread. Raises AdapterError."""
-    return worker.read_adapter(name, find_directory(name, source))
+    with sources.open(name, source, rules) as directory:
+        return worker.read_adapter(name, directory)
 
 
 def _log_loaded(entry: Entry) -> None:

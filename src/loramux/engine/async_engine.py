@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -10,16 +11,27 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
+from loramux.adapters.sources import AdapterSources
 from loramux.engine.adapters import read_adapter
 from loramux.engine.admission import Admission
 from loramux.engine.core import EngineCore
 from loramux.engine.interface import EngineText, Worker
 from loramux.errors import EngineStopped, InvalidRequest, LoramuxError, TooManyRequests
-from loramux.types import AdapterInfo, Delta, EngineStats, GenerationRequest, RequestId
+from loramux.types import (
+    AdapterInfo,
+    Delta,
+    EngineStats,
+    GenerationRequest,
+    RequestId,
+    SourceRules,
+)
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_MAX_READS = 8
+"""Adapters that are fetched and read at once; more of them wait."""
 
 Command = Callable[[], Sequence[Delta] | None]
 """Runs in the engine's thread between two steps; the deltas it gives rise to are delivered."""
@@ -75,6 +87,7 @@ class AsyncEngine:
         base_name: str,
         max_open: int,
         adapters: Sequence[tuple[str, str]] = (),
+        sources: AdapterSources | None = None,
     ) -> None:
         """``adapters`` are names and sources to load at start; ``max_open`` bounds all requests."""
         self.base_name = base_name
@@ -83,6 +96,8 @@ class AsyncEngine:
         self._core = core
         self._worker = worker
         self._admission = admission
+        self._sources = sources or AdapterSources()
+        self._reading = asyncio.Semaphore(_MAX_READS)
         self._max_open = max_open
         self._adapters_at_start = tuple(adapters)
         self._streams: dict[RequestId, EngineStream] = {}
@@ -149,12 +164,21 @@ class AsyncEngine:
         self._commands.put(lambda: self._core.abort(request_id))
 
     async def load_adapter(
-        self, name: str, source: str, *, load_inplace: bool = False, pinned: bool = False
+        self,
+        name: str,
+        source: str,
+        *,
+        load_inplace: bool = False,
+        pinned: bool = False,
+        rules: SourceRules | None = None,
     ) -> AdapterInfo:
         """Read, check and register an adapter while steps go on. Raises AdapterError."""
         self._check_alive()
         self._admission.catalog.check_name(name, replace=load_inplace)
-        prepared = await asyncio.to_thread(read_adapter, self._worker, name, source)
+        async with self._reading:
+            prepared = await _in_a_thread(
+                lambda: read_adapter(self._worker, self._sources, name, source, rules)
+            )
         return await self._call(
             lambda: self._core.adapters.register(
                 name, source, prepared, pinned=pinned, replace=load_inplace
@@ -257,3 +281,22 @@ class AsyncEngine:
         if deltas:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._deliver, deltas)
+
+
+async def _in_a_thread(function: Callable[[], T]) -> T:
+    """Run ``function`` in a thread of its own.
+
+    A download may take long. The threads of ``asyncio.to_thread`` are few and tokenize prompts, and
+    the end of the process waits for them.
+    """
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    future.set_running_or_notify_cancel()
+    threading.Thread(target=run, name="loramux-adapter", daemon=True).start()
+    return await asyncio.wrap_future(future)

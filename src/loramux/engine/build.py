@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loramux.adapters.catalog import Catalog
+from loramux.adapters.sources import AdapterSources
 from loramux.adapters.target_modules import is_open, restrict
 from loramux.config import BLOCK_SIZE, EngineOptions, StepLimits, parse_bytes
 from loramux.engine.admission import Admission
@@ -66,6 +67,7 @@ class Parts:
     text: HFText
     base_name: str
     limits: StepLimits
+    sources: AdapterSources = field(default_factory=AdapterSources)
 
 
 def build_async_engine(
@@ -85,6 +87,7 @@ def build_async_engine(
         base_name=parts.base_name,
         max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
         adapters=tuple((adapters or {}).items()),
+        sources=parts.sources,
     )
 
 
@@ -197,7 +200,8 @@ def assemble(
         # wait for it; what is there now stays as long as the engine.
         gc.collect()
         gc.freeze()
-    return Parts(core, worker, admission, text, base_name, limits)
+    sources = AdapterSources(options.sources)
+    return Parts(core, worker, admission, text, base_name, limits, sources)
 
 
 def _first_blocks(

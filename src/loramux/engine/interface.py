@@ -15,6 +15,7 @@ from loramux.types import (
     EngineStats,
     GenerationRequest,
     RequestId,
+    SourceRules,
 )
 
 
@@ -129,9 +130,18 @@ class Engine(Protocol):
         ...
 
     async def load_adapter(
-        self, name: str, source: str, *, load_inplace: bool = False, pinned: bool = False
+        self,
+        name: str,
+        source: str,
+        *,
+        load_inplace: bool = False,
+        pinned: bool = False,
+        rules: SourceRules | None = None,
     ) -> AdapterInfo:
-        """Read, check and register an adapter without delaying a step. Raises AdapterError."""
+        """Read, check and register an adapter without delaying a step. Raises AdapterError.
+
+        ``rules`` bind a source that somebody else than the operator has named.
+        """
         ...
 
     async def unload_adapter(self, name: str) -> None:

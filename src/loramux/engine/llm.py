@@ -40,7 +40,7 @@ class LLM:
         adapters: Mapping[str, str] | None = None,
         options: EngineOptions | None = None,
     ) -> None:
-        """``adapters`` maps names to directories."""
+        """``adapters`` maps names to sources: directories, ``hf:org/repo`` or URLs."""
         self._attach(build_parts(base, options or EngineOptions()), adapters or {})
 
     @classmethod
@@ -54,6 +54,7 @@ class LLM:
         self._core = parts.core
         self._worker = parts.worker
         self._admission = parts.admission
+        self._sources = parts.sources
         self.text = parts.text
         for name, source in adapters.items():
             self.load_adapter(name, source)
@@ -98,7 +99,7 @@ class LLM:
     def load_adapter(self, name: str, source: str, *, replace: bool = False) -> AdapterInfo:
         """Read, check and name an adapter. Raises AdapterError with every reason."""
         self._admission.catalog.check_name(name, replace=replace)
-        prepared = read_adapter(self._worker, name, source)
+        prepared = read_adapter(self._worker, self._sources, name, source)
         return self._core.adapters.register(name, source, prepared, pinned=False, replace=replace)
 
     def unload_adapter(self, name: str) -> None:

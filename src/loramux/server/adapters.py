@@ -16,6 +16,7 @@ from loramux.server.context import Context
 from loramux.server.errors import AdminRefused
 from loramux.server.openapi import request_body
 from loramux.server.schema import LoadAdapterRequest, UnloadAdapterRequest
+from loramux.types import SourceRules
 
 router = APIRouter()
 
@@ -28,7 +29,11 @@ async def load_adapter(request: Request, context: Context) -> Response:
     if body.lora_name == context.base_name:
         raise AdapterExists(body.lora_name, "the base model has this name: take another")
     await context.engine.load_adapter(
-        body.lora_name, body.lora_path, load_inplace=body.load_inplace, pinned=body.pinned
+        body.lora_name,
+        body.lora_path,
+        load_inplace=body.load_inplace,
+        pinned=body.pinned,
+        rules=SourceRules(context.options.adapter_root, context.options.adapter_sources),
     )
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

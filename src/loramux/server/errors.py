@@ -13,7 +13,9 @@ from starlette.exceptions import HTTPException
 from loramux.errors import (
     AdapterExists,
     AdapterRefused,
+    AdapterSourceForbidden,
     AdapterSourceNotFound,
+    AdapterSourceUnavailable,
     InvalidRequest,
     LoramuxError,
     RequestError,
@@ -29,6 +31,8 @@ _CODES: dict[type[LoramuxError], str] = {
     RequestTooLarge: "request_too_large",
     AdapterRefused: "adapter_refused",
     AdapterSourceNotFound: "adapter_source_not_found",
+    AdapterSourceForbidden: "adapter_source_forbidden",
+    AdapterSourceUnavailable: "adapter_source_unavailable",
     UnknownAdapter: "adapter_not_found",
     AdapterExists: "adapter_exists",
 }

@@ -24,6 +24,7 @@ from loramux.types import (
     EngineStats,
     GenerationRequest,
     RequestId,
+    SourceRules,
     TokenLogprobs,
 )
 
@@ -37,7 +38,8 @@ class FakeEngine:
 
     ``tick_seconds`` is the time of one token; ``error_after`` lets every request fail after that
     many tokens; ``failure`` may be set at any time and takes the engine down. ``requests`` holds
-    all that was submitted, ``aborted`` the ids of requests that were aborted while they ran.
+    all that was submitted, ``aborted`` the ids of requests that were aborted while they ran,
+    ``rules`` those of each load.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class FakeEngine:
         self.failure: str | None = None
         self.requests: list[GenerationRequest] = []
         self.aborted: list[RequestId] = []
+        self.rules: list[SourceRules | None] = []
         self.running: set[RequestId] = set()
         self.counts = _Counts()
         self._adapters: dict[str, AdapterInfo] = {}
@@ -91,12 +94,19 @@ class FakeEngine:
         return FakeStream(self, replace(request, request_id=request_id))
 
     async def load_adapter(
-        self, name: str, source: str, *, load_inplace: bool = False, pinned: bool = False
+        self,
+        name: str,
+        source: str,
+        *,
+        load_inplace: bool = False,
+        pinned: bool = False,
+        rules: SourceRules | None = None,
     ) -> AdapterInfo:
         if name == self.base_name:
             raise AdapterExists(name, "the base model has this name")
         if name in self._adapters and not load_inplace:
             raise AdapterExists(name, "the name is taken: unload it first or set load_inplace")
+        self.rules.append(rules)
         if source == "missing":
             raise AdapterSourceNotFound(name, source, "no such directory")
         if source == "bad":

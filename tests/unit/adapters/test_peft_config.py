@@ -268,7 +268,8 @@ def test_all_findings_come_together():
 @pytest.mark.parametrize(
     ("data", "word"),
     [
-        (b"", "not JSON"),
+        (b"", "is empty"),
+        (b" ", "not JSON"),
         (b'{"r": 8,', "line 1, column"),
         (b"[1]", "must hold a JSON object"),
         (b"\xff\xfe{\x00", "UTF-8"),

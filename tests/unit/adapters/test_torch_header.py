@@ -86,7 +86,6 @@ CODE = {
     "instruction": (zipped({"data.pkl": b"\x80\x04\x8c\x02os\x8c\x06system\x93."}), "instruction"),
 }
 BROKEN = {
-    "empty": (b"", "is empty"),
     "bare_pickle": (pickle.dumps({"a": 1}), "is a pickle, not the zip"),
     "text": (b"hello" * 9, "is no zip"),
     "cut": (GOOD[:-100], "truncated"),
@@ -183,6 +182,11 @@ def test_any_changed_byte_is_read_or_malformed(place: int, tmp_path: Path):
     except MalformedFile:
         return
     assert all(0 <= e.start <= e.end <= len(data) for e in header.values())
+
+
+def test_empty_file_is_told_as_such(tmp_path: Path):
+    with pytest.raises(MalformedFile, match="is empty"):
+        read_header(write(tmp_path, b""))
 
 
 def test_git_lfs_pointer_is_named(tmp_path: Path):

@@ -74,7 +74,9 @@ def read_bounded(path: Path, limit: int) -> bytes:
 
 
 def refuse_placeholders(what: str, head: bytes) -> None:
-    """Raise MalformedFile when a file begins like one of the things that stand in for downloads."""
+    """Raise MalformedFile for an empty file and what else stands in for a failed download."""
+    if not head:
+        raise MalformedFile(f"{what} is empty: it has 0 bytes (invalid); save or fetch it again")
     if head.startswith(b"version https://git-lfs"):
         raise MalformedFile(
             f"{what} is a Git LFS pointer, not the file itself (invalid): run git lfs pull"

@@ -68,8 +68,6 @@ def read_header_at(what: str, path: Path, record: Record) -> Mapping[str, TorchE
 
 
 def _entries(what: str, file: RandomAccess, head: bytes, size: int) -> dict[str, TorchEntry]:
-    if size == 0:
-        raise MalformedFile(f"{what} is empty")
     if not head.startswith(b"PK\3\4"):
         kind = "a pickle" if head.startswith(b"\x80") else "no zip"
         raise MalformedFile(f"{what} is {kind}, not the zip that torch.save writes since 1.6")
