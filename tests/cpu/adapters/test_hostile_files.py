@@ -160,7 +160,7 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
         NEMO, tar_of(("a", b"0", 0, b""), ("./a", b"0", 0, b"")), "duplicate",
     ),
     "tar_without_end": (NEMO, tar_of(("a", b"0", 0, b"")), "truncated"),
-    "tar_of_nothing": (NEMO, b"", "truncated"),
+    "tar_of_nothing": (NEMO, b"", "is empty"),
     "no_tar": (NEMO, b"x" * 4096, "is no tar"),
     "packed_tar": (NEMO, gzip.compress(bytes(256 * 10**6), 1), "compressed tar"),
     "yaml_of_laughs": (NEMO, nemo(laughs()), "aliases"),

@@ -14,7 +14,7 @@ from loramux.adapters.spec import BaseLayout, ModuleShape
 from loramux.adapters.target_modules import is_open, restrict
 from loramux.adapters.trtllm_names import NAMES, trtllm_name
 from loramux.errors import ConfigError
-from tests.adapter_files import entries, llama_layout, lora_config, pairs
+from tests.adapter_files import PREFIX, entries, llama_layout, lora_config, pairs
 
 REFERENCE: Mapping[str, tuple[str, ...]] = {
     "attn_qkv": ("self_attn.qkv_proj", "attn.c_attn", "self_attention.query_key_value"),
@@ -127,8 +127,24 @@ def test_closed_modules_are_refused_by_name_with_the_remedy_for_all():
     assert verdict(restrict(LLAMA, remedy.split()[-1]), "q_proj", "k_proj", "up_proj") == ()
 
 
+def test_norms_and_biases_are_closed_like_the_rest():
+    said = lora_config(modules_to_save=["norm"], target_modules=["q_proj"])
+    shapes = pairs(LLAMA, "q_proj")
+    for module, parameters in LLAMA.replaceable.items():
+        if module.endswith("norm"):
+            shapes[f"{PREFIX}{module}.weight"] = parameters["weight"]
+    for words, refused in (("q_proj", True), (None, False)):
+        report = Report()
+        config = parse_config(json.dumps(said).encode(), report)
+        assert config is not None
+        base = restrict(LLAMA, words)
+        build_spec(config, entries(shapes), base, max_rank=64, report=report)
+        assert any("does not open" in reason for reason in report.reasons) is refused
+        assert report.refused is refused
+
+
 def test_closed_modules_are_told_with_all_else_that_is_wrong():
-    reasons = verdict(restrict(LLAMA, "q_proj"), "v_proj", r=8, bias="all")
+    reasons = verdict(restrict(LLAMA, "q_proj"), "v_proj", r=8, bias="some")
     assert len(reasons) == 3
 
 
@@ -177,9 +193,9 @@ def test_word_with_two_meanings_is_an_error():
 @pytest.mark.parametrize(
     ("word", "detail"),
     [("cross_attn_q", "is a name of TensorRT-LLM"), ("qproj", "names no such linear"),
-     ("lm_head", "names no such linear")],
+     ("embed_in", "names no such linear")],
 )  # fmt: skip
 def test_word_that_names_nothing_is_an_error(word: str, detail: str):
     with pytest.raises(ConfigError, match=detail) as caught:
         restrict(LLAMA, f"q_proj,{word}")
-    assert "down_proj, gate_proj, k_proj" in str(caught.value)
+    assert "down_proj, embed_tokens, gate_proj" in str(caught.value)
