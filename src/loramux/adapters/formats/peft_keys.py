@@ -17,7 +17,7 @@ _OTHER_KINDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
         (r"\.lora_embedding_[AB]\b", "LoRA on an embedding (embed_tokens) is not served"),
-        (r"\.lora_B\b.*\.bias$", "lora_bias: a bias of lora_B is not served"),
+        (r"^(?=.*\.bias$).*\.lora_B\b", "lora_bias: a bias of lora_B is not served"),
         (r"\.lora_[ab]$", "tensors are named as mlx-lm does: convert the adapter to PEFT's format"),
         (
             r"\.token_adapter\.|trainable_tokens_",

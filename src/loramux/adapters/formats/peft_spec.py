@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loramux.adapters.formats.meaning import Meaning
@@ -15,6 +15,10 @@ from loramux.adapters.report import Report, printable
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+
+MAX_EXPLAINED = 1_000
+"""Names that match nothing and are told why; to tell takes longer than to find, so further ones of
+a hostile file are counted."""
 
 Entries = Mapping[str, TensorEntry]
 
@@ -89,22 +93,33 @@ def _place(
     """Groups with the place in the base that each of them changes."""
     places = Places(base, up_first=config.swap_gate_up)
     placed: list[tuple[Place, _Group]] = []
+    unplaced: list[str] = []
     taken: dict[str, list[Target]] = {}
     for path, group in groups.items():
         place = places.find(path)
         if place is None:
-            report.refuse(places.why_not(path), path)
+            unplaced.append(path)
         elif any(t.overlaps(o) for t in place.targets for o in taken.get(t.module, ())):
             report.refuse("duplicate: two names are meant for the same place", path)
         else:
             placed.append((place, group))
             for target in place.targets:
                 taken.setdefault(target.module, []).append(target)
+    _explain(unplaced, places, base, report)
     if groups and not placed:
         report.refuse(
             f"not one module of the adapter matches {base.name}: it was made for another model"
         )
     return placed
+
+
+def _explain(paths: Sequence[str], places: Places, base: BaseLayout, report: Report) -> None:
+    """Refuse names for which there is no place."""
+    for path in paths[:MAX_EXPLAINED]:
+        report.refuse(places.why_not(path), path)
+    if len(paths) > MAX_EXPLAINED:
+        rest = len(paths) - MAX_EXPLAINED
+        report.refuse(f"{rest} names more cannot be placed in {base.name}")
 
 
 @dataclass(frozen=True)
