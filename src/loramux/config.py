@@ -72,6 +72,11 @@ class AdapterOptions:
         "bytes for adapter weights, such as 2GiB; default: max_loras adapters of rank 64",
     )
     max_rank: int = option(512, "largest LoRA rank that is accepted")
+    lenient: bool = option(
+        False,
+        "ignore fields of an adapter's configuration that are set and unknown, with a warning for "
+        "each, instead of refusing the adapter; its answers may differ from PEFT's",
+    )
     tuning: str | None = option(
         None,
         "tile sizes from this file, made by `loramux tune`, before the shipped ones (GPU only)",

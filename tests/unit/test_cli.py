@@ -65,6 +65,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "max_loras": 5,
         "device_cache": "1GiB",
         "max_rank": 9,
+        "lenient": True,
         "tuning": "/t.json",
         "max_num_seqs": 11,
         "max_step_tokens": 222,
@@ -79,7 +80,10 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
     arguments = []
     for name, value in changed.items():
         flag = name.replace("_", "-")
-        arguments += ["--no-self-check"] if value is False else [f"--{flag}", str(value)]
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", str(value)]
     assert run("probe", *arguments) == 0
     [(engine, server)] = probe
     assert leaves(engine) | leaves(server) == changed

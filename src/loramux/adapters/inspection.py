@@ -54,13 +54,15 @@ def inspect_adapter(
     *,
     max_rank: int,
     packed_bytes: PackedBytes,
+    lenient: bool = False,
     measure: bool = True,
 ) -> Inspection:
     """Judge an adapter directory as a server of ``base`` would, and describe it.
 
-    ``measure``: also the norms and singular values of the deltas, unless the adapter is refused.
+    ``lenient``: as the server's option. ``measure``: also the norms and singular values of the
+    deltas, unless the adapter is refused.
     """
-    report = Report()
+    report = Report(lenient=lenient)
     is_mlx = weight_file_of(directory) == MLX_FILE
     config = (mlx_config if is_mlx else peft_config).read_config(directory, report)
     stated = Stated.of(directory)
@@ -71,7 +73,7 @@ def inspect_adapter(
     if _has_weights(directory):
         entries = _entries(directory)
         layout = _own_layout(stated, entries) if base is None else base.layout
-        loaded = _read(directory, layout, max_rank)
+        loaded = _read(directory, layout, max_rank=max_rank, lenient=lenient)
         found = replace(found, checked_against=None if base is None else layout.name)
         if isinstance(loaded, AdapterRefused):
             modules = tuple(_told_by_header(config, entries))
@@ -119,11 +121,13 @@ def _has_weights(directory: Path) -> bool:
     return any(path.name != CONFIG_FILE for kind in kinds for path in directory.glob(kind))
 
 
-def _read(directory: Path, layout: BaseLayout, max_rank: int) -> LoadedAdapter | AdapterRefused:
+def _read(
+    directory: Path, layout: BaseLayout, *, max_rank: int, lenient: bool
+) -> LoadedAdapter | AdapterRefused:
     from loramux.adapters.formats.reader import read_adapter  # loads torch
 
     try:
-        return read_adapter(directory.name, directory, layout, max_rank=max_rank)
+        return read_adapter(directory.name, directory, layout, max_rank=max_rank, lenient=lenient)
     except AdapterRefused as refusal:
         return refusal
 

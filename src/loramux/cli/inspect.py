@@ -39,6 +39,9 @@ def inspect(
     max_rank: Annotated[
         int, typer.Option(min=1, help="Largest rank that the server would accept.")
     ] = AdapterOptions().max_rank,
+    lenient: Annotated[
+        bool, typer.Option("--lenient", help="As for the server: warn of unknown fields only.")
+    ] = False,
 ) -> None:
     """Say whether ADAPTER can be served and, if not, every reason why.
 
@@ -50,7 +53,12 @@ def inspect(
     except (AdapterError, ConfigError) as error:
         raise typer.BadParameter(str(error)) from error
     found = inspect_adapter(
-        directory, reference, max_rank=max_rank, packed_bytes=_packed_bytes, measure=norms
+        directory,
+        reference,
+        max_rank=max_rank,
+        packed_bytes=_packed_bytes,
+        lenient=lenient,
+        measure=norms,
     )
     found = dataclasses.replace(found, adapter=adapter)
     if as_json:

@@ -131,6 +131,7 @@ def assemble(
         arena_bytes=arena_bytes,
         max_step_tokens=limits.max_step_tokens,
         max_rank=options.adapters.max_rank,
+        lenient=options.adapters.lenient,
         compiled=backends.compiled,
         runs_ahead=runs_ahead or backends.compiled is not None,
     )
