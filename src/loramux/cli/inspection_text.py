@@ -10,8 +10,8 @@ from rich.table import Table
 
 from loramux.adapters.inspected import Inspection, LayerFacts, ModuleFacts
 from loramux.adapters.report import printable
+from loramux.cli.plain_text import columns, harmless
 
-_LONGEST_LINE = 400
 _BAR_CELLS = 40
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
@@ -20,7 +20,7 @@ def lines(found: Inspection) -> Iterator[str]:
     """Everything but the singular values, for any output."""
     yield _verdict(found)
     for reason in found.reasons:
-        yield f"  - {_harmless(reason)}"
+        yield f"  - {harmless(reason)}"
     yield ""
     for name, value in _facts(found):
         yield f"{name:12}{value}"
@@ -31,7 +31,7 @@ def lines(found: Inspection) -> Iterator[str]:
         yield ""
         yield "unusual"
         for remark in found.unusual:
-            yield f"  - {_harmless(remark)}"
+            yield f"  - {harmless(remark)}"
 
 
 def plot(layers: Sequence[LayerFacts]) -> RenderableType:
@@ -106,10 +106,7 @@ def _table(modules: Sequence[ModuleFacts]) -> Iterator[str]:
                 _span(m.values_for_90 for m in members),
             ]
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+    yield from columns(rows)
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -134,9 +131,3 @@ def _span(values: Iterable[float | None], *, percent: bool = False) -> str:
 
 def _number(value: float, *, percent: bool) -> str:
     return f"{value:.0%}" if percent else f"{value:.3g}"
-
-
-def _harmless(text: str) -> str:
-    """One line that cannot steer a terminal; names from files can stand in a base's name too."""
-    kept = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_LINE])
-    return kept + "..." if len(text) > _LONGEST_LINE else kept

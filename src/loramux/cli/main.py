@@ -20,6 +20,7 @@ COMMANDS = {
     "generate": "loramux.cli.generate:generate",
     "demo": "loramux.cli.demo:demo",
     "inspect": "loramux.cli.inspect:inspect",
+    "verify": "loramux.cli.verify:verify",
     "tune": "loramux.cli.tune:tune",
 }
 """Every command and the function behind it."""
