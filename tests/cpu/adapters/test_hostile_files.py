@@ -143,7 +143,9 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
         zipped({"data.pkl": b"\x8b" + struct.pack("<L", 15 << 20) + b"\x7f" * (15 << 20) + b"."}),
         "instruction",
     ),
-    "pickle_of_many_digits": (BIN, zipped({"data.pkl": b"L" + b"9" * 10**7 + b"L\n."}), "corrupt"),
+    "pickle_of_many_digits": (
+        BIN, zipped({"data.pkl": b"L" + b"9" * 10**7 + b"L\n."}), "instruction LONG",
+    ),
     "many_records": (BIN, many_records(), "too large"),
     "sparse_bin": (BIN, sparse(torch_file({}), 50 * GIGABYTE), "truncated"),
     "truncated_bin": (BIN, torch_file({}, {"0": bytes(10**6)})[: 10**6], "truncated"),
