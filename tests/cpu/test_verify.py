@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from loramux.cli.main import app, main
-from loramux.engine.peft_oracle import Place
-from loramux.engine.verify import _difference
+from loramux.engine.peft_oracle import NoAnswer, PeftAnswers, Place, _place
+from loramux.engine.verify import MEASURES, Measure, _compare, _difference, _Outputs
 from loramux.lora.weights import HostCopy, pack
 from loramux.model.blueprint import draw
 from loramux.testing import random_adapter
-from loramux.types import TokenLogprobs
+from loramux.types import Completion, FinishReason, RequestId, RequestOutput, TokenLogprobs
 from loramux.worker import worker
 
 SHORT = ("--max-tokens", "6", "--prompt", "Alice was", "--prompt", "The Queen")
@@ -178,6 +179,38 @@ def test_token_that_we_do_not_list_is_at_most_as_likely_as_our_last() -> None:
     ours = TokenLogprobs(7, -1.25, ((7, -1.25), (4, -9.0)))
     assert _difference({7: -1.0}, ours) == 0.25
     assert _difference({7: -1.0, 9: -1.0}, ours) == 8.0
+
+
+def output(tokens: tuple[int, ...], reason: FinishReason = "length") -> RequestOutput:
+    ours = tuple(TokenLogprobs(token, -1.0, ((7, -1.0), (9, -1.0), (3, -2.5))) for token in tokens)
+    completion = Completion(0, "", tokens, reason, logprobs=ours)
+    return RequestOutput(RequestId("r"), (1,), (completion,), prompt_logprobs=(None, *ours))
+
+
+@pytest.mark.parametrize(
+    ("token", "verdict", "near_tie"),
+    [(7, "agrees", None), (9, "agrees", True), (3, "differs", False)],
+)
+def test_other_token_counts_unless_it_is_a_near_tie(
+    token: int, verdict: str, near_tie: bool | None
+) -> None:
+    outputs = [_Outputs(forced=output((7,)), greedy=output((token,)))]
+    found = _compare("a", PeftAnswers(((PLACE,),)), outputs, Measure(0.5, num_likeliest=3))
+    other = found.first_other_token
+    assert (found.verdict, other and other.near_tie) == (verdict, near_tie)
+
+
+def test_answer_that_ends_with_an_error_differs_and_is_still_json() -> None:
+    outputs = [_Outputs(forced=output((7,)), greedy=output((), "error"))]
+    found = _compare("a", PeftAnswers(((PLACE,),)), outputs, MEASURES["float32"])
+    assert (found.verdict, found.largest_difference) == ("differs", None)
+    assert found.reasons == ("the answer to prompt 1 ended with an error",)
+    json.dumps(asdict(found), allow_nan=False)
+
+
+def test_numbers_of_peft_that_are_not_finite_are_not_compared() -> None:
+    with pytest.raises(NoAnswer, match="not finite"):
+        _place(1, torch.tensor([0.0, float("nan"), 1.0]))
 
 
 def test_number_that_is_not_finite_differs_beyond_any_tolerance() -> None:

@@ -52,8 +52,8 @@ class PeftAnswers:
     remarks: tuple[str, ...] = ()
 
 
-class CannotLoad(Exception):
-    """PEFT cannot load an adapter; the text is its own reason."""
+class NoAnswer(Exception):
+    """PEFT cannot load an adapter, or has no numbers for it; the text says why."""
 
 
 def require_peft() -> None:
@@ -74,7 +74,7 @@ def ask_peft(
     """Greedy answers of ``max_tokens`` tokens each; an end-of-text token does not end them.
 
     The base is loaded anew, since an adapter may leave traces in it (replaced biases, for one).
-    ``adapter`` None is the base alone. Raises CannotLoad.
+    ``adapter`` None is the base alone. Raises NoAnswer.
     """
     model: PreTrainedModel = load_base(base, options).model
     remarks: tuple[str, ...] = ()
@@ -92,7 +92,8 @@ def _with_adapter(model: PreTrainedModel, adapter: Path) -> tuple[PreTrainedMode
         try:
             adapted = PeftModel.from_pretrained(model, str(adapter))
         except Exception as error:  # of any kind: strangers' files go through many hands there
-            raise CannotLoad(f"{type(error).__name__}: {_one_line(str(error))}") from error
+            reason = f"{type(error).__name__}: {_one_line(str(error))}"
+            raise NoAnswer(f"PEFT cannot load it: {reason}") from error
     remarks = dict.fromkeys(_one_line(str(w.message)) for w in raised if _is_remark(w))
     found = adapted.eval().get_base_model()  # with the adapter's layers in it
     assert isinstance(found, PreTrainedModel)
@@ -130,5 +131,7 @@ def _answer(model: PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> A
 
 def _place(token: int, logprobs: Tensor) -> Place:
     best = logprobs.topk(min(NUM_LIKELIEST, len(logprobs)))
+    if not best.values.isfinite().all():
+        raise NoAnswer("PEFT's own log-probabilities are not finite")
     likeliest = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return Place(token, float(logprobs[token]), tuple(likeliest))

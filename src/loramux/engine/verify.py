@@ -16,7 +16,7 @@ from loramux.engine.build import load_tokenizer
 from loramux.engine.llm import LLM
 from loramux.engine.peft_oracle import (
     Answer,
-    CannotLoad,
+    NoAnswer,
     PeftAnswers,
     Place,
     ask_peft,
@@ -112,21 +112,19 @@ def _encode(task: Task) -> list[list[int]]:
 
 def _ask_peft(
     task: Task, model: ModelOptions, prompts: Sequence[list[int]]
-) -> tuple[dict[str | None, PeftAnswers], dict[str, Comparison]]:
-    """Answers of the base and of each adapter; adapters that PEFT cannot load come apart."""
-    log.info("asking PEFT: the base alone")
+) -> tuple[dict[str | None, PeftAnswers], dict[str | None, Comparison]]:
+    """Answers of the base and of each adapter; those that PEFT has none for come apart."""
     answers: dict[str | None, PeftAnswers] = {}
-    answers[None] = ask_peft(task.base, model, None, prompts, task.max_tokens)
-    failed: dict[str, Comparison] = {}
-    for name, directory in task.adapters.items():
-        _free_memory()
-        log.info("asking PEFT: adapter %r", name)
+    failed: dict[str | None, Comparison] = {}
+    for name in (None, *task.adapters):
+        log.info("asking PEFT: %s", "the base alone" if name is None else f"adapter {name!r}")
+        directory = None if name is None else task.adapters[name]
         try:
             answers[name] = ask_peft(task.base, model, directory, prompts, task.max_tokens)
-        except CannotLoad as problem:
-            reason = f"PEFT cannot load it: {problem}"
-            failed[name] = Comparison(adapter=name, verdict="not compared", reasons=(reason,))
-    _free_memory()
+        except NoAnswer as problem:
+            reasons = (str(problem),)
+            failed[name] = Comparison(adapter=name, verdict="not compared", reasons=reasons)
+        _free_memory()
     return answers, failed
 
 
@@ -218,7 +216,7 @@ def _compare(
         verdict="agrees" if agrees else "differs",
         reasons=tuple(broken),
         remarks=expected.remarks,
-        largest_difference=None if spot is None else largest,
+        largest_difference=largest if math.isfinite(largest) else None,
         largest_at=spot,
         first_other_token=next((o for o in others if not o.near_tie), next(iter(others), None)),
     )
