@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,14 @@ from typer.testing import CliRunner, Result
 
 from loramux.cli.main import app, main
 from loramux.engine.peft_oracle import NoAnswer, PeftAnswers, Place, _place
+from loramux.engine.verified import Comparison, OtherToken, Spot, Verification
 from loramux.engine.verify import MEASURES, Measure, _compare, _difference, _Outputs
 from loramux.lora.weights import HostCopy, pack
 from loramux.model.blueprint import draw
 from loramux.testing import random_adapter
 from loramux.types import Completion, FinishReason, RequestId, RequestOutput, TokenLogprobs
 from loramux.worker import worker
+from tests.adapter_files import REPOSITORY
 
 SHORT = ("--max-tokens", "6", "--prompt", "Alice was", "--prompt", "The Queen")
 
@@ -68,6 +70,13 @@ def test_right_engine_agrees_for_all_adapters_in_one_batch(
         assert comparison["verdict"] == "agrees"
         assert 0 < comparison["largest_difference"] < 1e-4
         assert comparison["first_other_token"] is None
+
+
+def test_documents_name_every_field_of_the_json() -> None:
+    page = (REPOSITORY / "docs" / "adapters.md").read_text(encoding="utf-8")
+    section = page.partition("## Comparing with PEFT")[2].partition("\n## ")[0]
+    names = [f.name for kind in (Verification, Comparison, OtherToken, Spot) for f in fields(kind)]
+    assert [name for name in names if f"`{name}`" not in section] == []
 
 
 @pytest.mark.usefixtures("wrong_scale")
