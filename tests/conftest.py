@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 if shutil.which("nvidia-smi") is None:
@@ -22,6 +23,30 @@ from tests.tiny import make_tiny
 
 TESTS = Path(__file__).parent
 CHECKOUT = TESTS.parent
+
+hypothesis.settings.register_profile("plain", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("all", max_examples=2_000, deadline=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="also what is marked slow, and many more drawn examples, new ones at each run",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("all" if config.getoption("--all") else "plain")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    skip = pytest.mark.skip(reason="slow: scripts/test --all runs it")
+    for item in items:
+        if "slow" in item.keywords:
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")

@@ -86,6 +86,11 @@ class AdapterOptions:
         "the modules that adapters may change, such as q_proj,v_proj or names of TensorRT-LLM; an "
         "adapter with others is refused; default: all",
     )
+    lenient: bool = option(
+        False,
+        "ignore fields of an adapter's configuration that are set and unknown, with a warning for "
+        "each, instead of refusing the adapter; its answers may differ from PEFT's",
+    )
     tuning: str | None = option(
         None,
         "tile sizes from this file, made by `loramux tune`, before the shipped ones (GPU only)",

@@ -3,6 +3,7 @@
 LoramuxError
 ├── ConfigError                 an option of the command line or of a constructor
 ├── ModelNotServable            the base model cannot be served, with the reason
+├── MissingPackage              a package that only this command needs is not installed
 ├── EngineStopped               the engine has been shut down or has failed
 ├── RequestError                a request that cannot be run
 │   ├── InvalidRequest          400
@@ -44,6 +45,14 @@ class ModelNotServable(LoramuxError):
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(f"cannot serve {model}: {reason}")
         self.reason = reason
+
+
+class MissingPackage(LoramuxError):
+    """A package that only some commands need is not installed."""
+
+    def __init__(self, package: str, why: str) -> None:
+        super().__init__(f"the package {package} is not installed; {why}: pip install {package}")
+        self.package = package
 
 
 class EngineStopped(LoramuxError):

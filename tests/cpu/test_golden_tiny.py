@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from loramux import LLM, SamplingParams
 from loramux.config import AdapterOptions, EngineOptions, ModelOptions, SchedulerOptions
+from loramux.errors import AdapterRefused
 from tests.golden.compare import all_rows, check, check_forced, run
 from tests.golden.load import BASE, Golden
 
@@ -158,3 +161,27 @@ def test_bfloat16_keeps_the_likelihoods_of_strong_adapters(
         options=EngineOptions(model=ModelOptions(dtype="bfloat16")),
     )
     check_forced(llm, tiny_golden, all_rows(tiny_golden), BFLOAT16_TOLERANCE)
+
+
+def test_lenience_serves_an_adapter_with_unknown_fields_and_says_so(
+    tiny_base: Path,
+    tiny_adapters: dict[str, Path],
+    tiny_golden: Golden,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = shutil.copytree(tiny_adapters["cat"], tmp_path / "cat")
+    config = source / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"gamma": 0.5}))
+    with pytest.raises(AdapterRefused, match=r"--lenient.*gamma"):
+        engine(tiny_base, {"cat": source})
+    caplog.clear()
+    options = EngineOptions(
+        model=ModelOptions(dtype="float32"), adapters=AdapterOptions(lenient=True)
+    )
+    llm = LLM(str(tiny_base), adapters={"cat": str(source)}, options=options)
+    [info] = llm.adapters()
+    warning = "unknown field gamma in adapter_config.json is set, but ignored (lenient)"
+    assert warning in info.warnings
+    assert f"adapter 'cat': {warning}" in [r.getMessage() for r in caplog.records]
+    check(llm, tiny_golden, [("cat", "0")], TOLERANCE)

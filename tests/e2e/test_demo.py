@@ -6,7 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_demo_shows_a_style_for_each_adapter_in_one_batch(smollm2_base: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "loramux", "demo", "--max-tokens=24"],

@@ -35,12 +35,22 @@ def test_all_mixed_in_one_batch(llm: LLM, smollm2_golden: Golden) -> None:
     assert llm.stats().max_step_adapters == 6
 
 
-@pytest.mark.parametrize("name", [BASE, "shout", "json", "pirate", "yesno", "emoji", "spanish"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "emoji",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (BASE, "shout", "json", "pirate", "yesno", "spanish")
+        ),
+    ],
+)
 def test_each_adapter_alone(llm: LLM, smollm2_golden: Golden, name: str) -> None:
     rows = [(name, prompt) for prompt in smollm2_golden.prompts]
     check(llm, smollm2_golden, rows, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_fewer_slots_than_adapters(
     smollm2_base: Path, smollm2_adapters: dict[str, Path], smollm2_golden: Golden
 ) -> None:

@@ -24,6 +24,8 @@ SITES = {
     "gate_up": (4096, (14336, 14336, 0)),
     "down": (14336, (4096, 0, 0)),
 }
+SAMPLED = ("qkv", "down")
+"""Compiled in every run, the others take half a minute more: three slices, and the longest rows."""
 RANKS = [16, 64]
 NARROW = re.compile(r"\b(?:ld|st)\.global(?:\.\w+)*\.[busf]16\b")
 NARROW_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x(?!10\b)\w+,")
@@ -38,11 +40,13 @@ SMALL_GPU_SHARED = 99 * 1024
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, Any]:
-    """All kernels, compiled in a process without the interpreter."""
+def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The kernels, compiled in a process without the interpreter."""
+    names = SITES if request.config.getoption("--all") else SAMPLED
+    wanted = {"sites": {name: SITES[name] for name in names}, "ranks": RANKS}
     script = Path(__file__).with_name("compile_ptx.py")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), json.dumps({"sites": SITES, "ranks": RANKS})],
+        [sys.executable, "-W", "ignore", str(script), json.dumps(wanted)],
         capture_output=True,
         text=True,
         check=False,
@@ -56,7 +60,9 @@ def compiled() -> dict[str, Any]:
     "kernel", ["shrink", "expand in place", "expand beside", "expand beside for many"]
 )
 @pytest.mark.parametrize("rank", RANKS)
-@pytest.mark.parametrize("site", SITES)
+@pytest.mark.parametrize(
+    "site", [pytest.param(s, marks=() if s in SAMPLED else pytest.mark.slow) for s in SITES]
+)
 def test_weights_and_activations_are_never_read_two_bytes_at_a_time(
     compiled: dict[str, Any], site: str, rank: int, kernel: str
 ) -> None:

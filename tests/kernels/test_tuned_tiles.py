@@ -99,6 +99,7 @@ def test_tiles_that_are_tried_for_few_adapters_are_right(copies: SiteCopies, til
     assert step.error(step.ops(tiles)) < 1e-5
 
 
+@pytest.mark.slow
 def test_tiles_that_are_tried_in_long_steps_are_right(copies: SiteCopies) -> None:
     step = Step(copies, LONG_FROM, SLOTS)
     for tiles in candidates(LONG_FROM, few=False):

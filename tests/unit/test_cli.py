@@ -66,6 +66,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "device_cache": "1GiB",
         "max_rank": 9,
         "lora_target_modules": "q_proj,attn_v",
+        "lenient": True,
         "tuning": "/t.json",
         "disk_cache": "/cache",
         "disk_cache_bytes": "3GiB",

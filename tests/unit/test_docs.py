@@ -12,7 +12,7 @@ import pytest
 from loramux import config
 
 CHECKOUT = Path(__file__).parents[2]
-DOCUMENTS = [CHECKOUT / "README.md", CHECKOUT / "CHANGELOG.md", *(CHECKOUT / "docs").glob("*.md")]
+DOCUMENTS = [*CHECKOUT.glob("*.md"), *(CHECKOUT / "docs").glob("*.md")]
 
 
 def test_configuration_page_is_up_to_date() -> None:

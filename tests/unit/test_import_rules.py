@@ -48,12 +48,15 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # The one place that names concrete parts of a worker.
     "engine.build": (*_ENGINE, *_WORKER, "scheduling", *_ADAPTERS, *_PURE),
     "engine.llm": (*_ENGINE, "engine.build", *_PURE),
+    "engine.peft_oracle": ("model", *_PURE),
+    "engine.verify": (*_ENGINE, "engine.build", "engine.llm", "engine.peft_oracle", *_PURE),
     "server": ("engine.interface", *_PURE, "loramux"),
     "testing": ("engine.interface", *_ADAPTERS, *_PURE),
     "demo": _FRONT,
     "cli": (
         "demo",
         "engine.llm",
+        "engine.verify",
         "worker.tune",
         "ops.tuning",
         "model.blueprint",

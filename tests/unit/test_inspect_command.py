@@ -69,6 +69,14 @@ def test_refused_adapter_exits_with_1_and_names_every_reason(tmp_path: Path):
     assert "lora_bias" in reasons[1]
 
 
+def test_lenience_is_an_option(tmp_path: Path):
+    folder = write(tmp_path, use_superlora=True)
+    assert run(folder).exit_code == 1
+    result = run(folder, "--lenient")
+    assert result.exit_code == 0
+    assert "unusual\n  - unknown field use_superlora in adapter_config.json" in result.stdout
+
+
 @pytest.mark.parametrize(
     "arguments", [["no/such/folder"], ["hf:org/repo"], [], [".", "--max-rank", "0"], [".", "--x"]]
 )

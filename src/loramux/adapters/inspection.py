@@ -55,13 +55,15 @@ def inspect_adapter(
     *,
     max_rank: int,
     packed_bytes: PackedBytes,
+    lenient: bool = False,
     measure: bool = True,
 ) -> Inspection:
     """Judge an adapter directory as a server of ``base`` would, and describe it.
 
-    ``measure``: also the norms and singular values of the deltas, unless the adapter is refused.
+    ``lenient``: as the server's option. ``measure``: also the norms and singular values of the
+    deltas, unless the adapter is refused.
     """
-    report = Report()
+    report = Report(lenient=lenient)
     told = read_overview(directory, report)
     stated = Stated.of(directory)
     if told.rank is not None and told.rank > max_rank:
@@ -70,7 +72,7 @@ def inspect_adapter(
     dtype = found.bytes.block_dtype if base is None else base.dtype
     if _has_weights(directory):
         layout = _own_layout(stated, told.entries) if base is None else base.layout
-        loaded = _read(directory, layout, max_rank)
+        loaded = _read(directory, layout, max_rank=max_rank, lenient=lenient)
         found = replace(found, checked_against=None if base is None else layout.name)
         if isinstance(loaded, AdapterRefused):
             modules = tuple(_told_by_header(told))
@@ -125,11 +127,13 @@ def _has_weights(directory: Path) -> bool:
     )
 
 
-def _read(directory: Path, layout: BaseLayout, max_rank: int) -> LoadedAdapter | AdapterRefused:
+def _read(
+    directory: Path, layout: BaseLayout, *, max_rank: int, lenient: bool
+) -> LoadedAdapter | AdapterRefused:
     from loramux.adapters.formats.reader import read_adapter  # loads torch
 
     try:
-        return read_adapter(directory.name, directory, layout, max_rank=max_rank)
+        return read_adapter(directory.name, directory, layout, max_rank=max_rank, lenient=lenient)
     except AdapterRefused as refusal:
         return refusal
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 from loramux.errors import AdapterRefused
 
 _SHOWN_PLACES = 4
-_SHOWN_REASONS = 40
+_SHOWN_FINDINGS = 40
 _PLAIN = re.compile(r"[\w.+\-/\[\]]+", re.ASCII)
 
 
@@ -17,7 +18,9 @@ class Report:
     The same reason at several places (32 layers, say) is one line that counts the places.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lenient: bool = False) -> None:
+        """``lenient``: unknown fields of a configuration are warned about instead of refused."""
+        self._lenient = lenient
         self._refusals: dict[str, list[str]] = {}
         self._warnings: dict[str, list[str]] = {}
 
@@ -33,6 +36,17 @@ class Report:
         if place is not None:
             places.append(place)
 
+    def unknown_field(self, name: str, where: str) -> None:
+        """A field that is set, though nobody here knows what it does."""
+        if self._lenient:
+            self.warn(f"unknown field {printable(name)} in {where} is set, but ignored (lenient)")
+        else:
+            self.refuse(
+                f"unknown fields in {where} have values that may change the arithmetic "
+                "(--lenient ignores them)",
+                name,
+            )
+
     @property
     def refused(self) -> bool:
         return bool(self._refusals)
@@ -40,13 +54,11 @@ class Report:
     @property
     def reasons(self) -> tuple[str, ...]:
         """Refusals in the order in which they were found; a very long list is cut and counted."""
-        lines = _lines(self._refusals)
-        if len(lines) <= _SHOWN_REASONS:
-            return lines
-        return (*lines[:_SHOWN_REASONS], f"and {len(lines) - _SHOWN_REASONS} findings more")
+        return _lines(self._refusals)
 
     @property
     def warnings(self) -> tuple[str, ...]:
+        """Likewise."""
         return _lines(self._warnings)
 
     def raise_if_refused(self, name: str) -> None:
@@ -63,7 +75,10 @@ def printable(text: str, limit: int = 120) -> str:
 
 
 def _lines(findings: dict[str, list[str]]) -> tuple[str, ...]:
-    return tuple(_line(text, places) for text, places in findings.items())
+    shown = islice(findings.items(), _SHOWN_FINDINGS)
+    lines = tuple(_line(text, places) for text, places in shown)
+    rest = len(findings) - len(lines)
+    return (*lines, f"and {rest} findings more") if rest else lines
 
 
 def _line(text: str, places: list[str]) -> str:

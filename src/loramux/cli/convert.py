@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 
 from loramux.adapters.new_folder import check_target, new_folder
 from loramux.adapters.sources import AdapterSources
-from loramux.cli.inspection_text import harmless
 from loramux.cli.options import with_options
+from loramux.cli.plain_text import harmless
 from loramux.config import SourceOptions
 from loramux.errors import AdapterError, AdapterRefused, ConfigError
 

@@ -44,6 +44,9 @@ def inspect(
     max_rank: Annotated[
         int, typer.Option(min=1, help="Largest rank that the server would accept.")
     ] = AdapterOptions().max_rank,
+    lenient: Annotated[
+        bool, typer.Option("--lenient", help="As for the server: warn of unknown fields only.")
+    ] = False,
     *,
     sources: SourceOptions,
 ) -> None:
@@ -58,6 +61,7 @@ def inspect(
                 None if base is None else _reference(base),
                 max_rank=max_rank,
                 packed_bytes=_packed_bytes,
+                lenient=lenient,
                 measure=norms,
             )
     except (AdapterError, ConfigError) as error:

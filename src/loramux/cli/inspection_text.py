@@ -10,8 +10,8 @@ from rich.table import Table
 
 from loramux.adapters.inspected import Inspection, LayerFacts, ModuleFacts, place
 from loramux.adapters.report import printable
+from loramux.cli.plain_text import columns, harmless
 
-_LONGEST_LINE = 400
 _BAR_CELLS = 40
 _UNITS = ("bytes", "KiB", "MiB", "GiB")
 
@@ -120,10 +120,7 @@ def _table(modules: Sequence[ModuleFacts]) -> Iterator[str]:
                 _span(m.values_for_90 for m in members),
             ]
         rows.append(row)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
+    yield from columns(rows)
 
 
 def _runs(numbers: Sequence[int]) -> str:
@@ -148,9 +145,3 @@ def _span(values: Iterable[float | None], *, percent: bool = False) -> str:
 
 def _number(value: float, *, percent: bool) -> str:
     return f"{value:.0%}" if percent else f"{value:.3g}"
-
-
-def harmless(text: str) -> str:
-    """One line that cannot steer a terminal; names from files can stand in a base's name too."""
-    kept = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_LINE])
-    return kept + "..." if len(text) > _LONGEST_LINE else kept

@@ -21,6 +21,7 @@ COMMANDS = {
     "demo": "loramux.cli.demo:demo",
     "inspect": "loramux.cli.inspect:inspect",
     "convert": "loramux.cli.convert:convert",
+    "verify": "loramux.cli.verify:verify",
     "tune": "loramux.cli.tune:tune",
 }
 """Every command and the function behind it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -63,6 +64,21 @@ def parse_adapters(values: Sequence[str]) -> dict[str, str]:
             raise typer.BadParameter(f"--adapter {value!r}: write NAME=SOURCE")
         if name in adapters:
             raise typer.BadParameter(f"--adapter {value!r}: the name {name!r} is given twice")
+        adapters[name] = source
+    return adapters
+
+
+def name_adapters(values: Sequence[str]) -> dict[str, str]:
+    """The same for ``[NAME=]SOURCE``; what has no name is called like the last part of its path."""
+    adapters: dict[str, str] = {}
+    for value in values:
+        name, equals, source = value.partition("=")
+        if not equals or "/" in name:  # a sign of equality inside a path
+            name, source = Path(value).absolute().name, value
+        if not (name and source):
+            raise typer.BadParameter(f"{value!r}: write [NAME=]SOURCE")
+        if name in adapters:
+            raise typer.BadParameter(f"{value!r}: the name {name!r} is there twice, give another")
         adapters[name] = source
     return adapters
 

@@ -94,7 +94,7 @@ def build_async_engine(
 def build_parts(base: str, options: EngineOptions, served_name: str | None = None) -> Parts:
     """Load a base model and its tokenizer and build an engine. Raises as above."""
     model = load_base(base, options.model)
-    return assemble(model, _load_tokenizer(model.name), options, served_name or base)
+    return assemble(model, load_tokenizer(model.name), options, served_name or base)
 
 
 def assemble(
@@ -137,6 +137,7 @@ def assemble(
         arena_bytes=arena_bytes,
         max_step_tokens=limits.max_step_tokens,
         max_rank=options.adapters.max_rank,
+        lenient=options.adapters.lenient,
         compiled=backends.compiled,
         runs_ahead=runs_ahead or backends.compiled is not None,
     )
@@ -238,7 +239,8 @@ def _progress(keys: Sequence[GraphKey]) -> Iterable[GraphKey]:
     return track(keys, "capturing graphs", console=Console(stderr=True), transient=True)
 
 
-def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory. Raises ModelNotServable."""
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:

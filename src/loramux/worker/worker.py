@@ -71,17 +71,20 @@ class Worker:
         arena_bytes: int,
         max_step_tokens: int,
         max_rank: int,
+        lenient: bool = False,
         compiled: CompiledOptions | None = None,
         runs_ahead: bool = False,
     ) -> None:
-        """``compiled``: compile the layers and capture decode steps; None runs the model as it
-        is. ``runs_ahead``: a launch returns before the device is done.
+        """``lenient``: see ``AdapterOptions``. ``compiled``: compile the layers and capture decode
+        steps; None runs the model as it is. ``runs_ahead``: a launch returns before the device is
+        done.
         """
         device = base.model.device
         self._base = base
         self._anatomy = anatomy
         self._seam = seam
         self._max_rank = max_rank
+        self._lenient = lenient
         self._host = HostStore()
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._transfers = Transfers(*lanes_of(device))
@@ -165,7 +168,13 @@ class Worker:
 
     def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
         """Read and check an adapter, in any thread. Raises AdapterError with every reason."""
-        loaded = read_adapter(name, directory, self._anatomy.layout, max_rank=self._max_rank)
+        loaded = read_adapter(
+            name,
+            directory,
+            self._anatomy.layout,
+            max_rank=self._max_rank,
+            lenient=self._lenient,
+        )
         # Memory is pinned here and not in ``install``: it takes long, and no step waits for this
         # thread. What DoRA computes on a GPU stands beside the steps, too.
         with torch.cuda.stream(self._reading):

@@ -29,6 +29,9 @@ MARKER = Path(tempfile.gettempdir(), "loramux-hostile-pickle-was-run")
 SAFETENSORS, BIN = "adapter_model.safetensors", "adapter_model.bin"
 CONFIG, MLX, NEMO = "adapter_config.json", "adapters.safetensors", "tuned.nemo"
 
+GIGABYTE = 1 << 30
+Q_PROJ = [f"{PREFIX}model.layers.0.self_attn.q_proj.{part}.weight" for part in ("lora_A", "lora_B")]
+
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="only Linux can measure it so"
 )
@@ -115,8 +118,27 @@ def nested_yaml(**change: Any) -> bytes:
 def many_tensors() -> bytes:
     """A sound header of tensors without a byte, each of a module that the base lacks."""
     tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    names = (f"base_model.model.layers.{i}.mlp.{'x' * 100}.lora_A.weight" for i in range(10_000))
+    names = (f"base_model.model.layers.{i}.mlp.{'x' * 100}.lora_A.weight" for i in range(40_000))
     return json.dumps(dict.fromkeys(names, tensor), separators=(",", ":")).encode()
+
+
+def tensor_of_a_gigabyte() -> bytes:
+    """The beginning of a safetensors file: two tensors for a module that the base has."""
+    a = {"dtype": "F32", "shape": [1 << 21, 64], "data_offsets": [0, GIGABYTE // 2]}
+    b = {"dtype": "F32", "shape": [64, 1 << 21], "data_offsets": [GIGABYTE // 2, GIGABYTE]}
+    return header_only(json.dumps(dict(zip(Q_PROJ, (a, b), strict=True))).encode())
+
+
+def lying_zip(**lies: int) -> bytes:
+    """A small zip that claims another size of its first ``record`` or of its ``directory``."""
+    data = torch_file({})
+    listed, end = data.index(b"PK\1\2"), data.index(b"PK\5\6")
+    if "record" in lies:
+        sizes = struct.pack("<LL", lies["record"], lies["record"])
+        data = data[: listed + 20] + sizes + data[listed + 28 :]
+    if "directory" in lies:
+        data = data[: end + 12] + struct.pack("<L", lies["directory"]) + data[end + 16 :]
+    return data
 
 
 def sparse(head: bytes, size: int) -> Callable[[Path], None]:
@@ -127,8 +149,6 @@ def sparse(head: bytes, size: int) -> Callable[[Path], None]:
     return write
 
 
-GIGABYTE = 1 << 30
-Q_PROJ = [f"{PREFIX}model.layers.0.self_attn.q_proj.{part}.weight" for part in ("lora_A", "lora_B")]
 BYTES = {"0": bytes(1024)}
 CODE = Call("builtins", "exec", f"import pathlib; pathlib.Path({str(MARKER)!r}).touch()")
 VIEW = tensor(Storage("0", 256), (1 << 12, 1 << 16), stride=(0, 0))
@@ -204,11 +224,25 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
         zipped({"data.pkl": b"\x8b" + struct.pack("<L", 15 << 20) + b"\x7f" * (15 << 20) + b"."}),
         "instruction",
     ),
-    "pickle_of_many_digits": (BIN, zipped({"data.pkl": b"L" + b"9" * 10**7 + b"L\n."}), "corrupt"),
+    "pickle_of_many_digits": (
+        BIN, zipped({"data.pkl": b"L" + b"9" * 10**7 + b"L\n."}), "instruction LONG",
+    ),
     "many_records": (BIN, many_records(), "too large"),
     "sparse_bin": (BIN, sparse(torch_file({}), 50 * GIGABYTE), "truncated"),
     "truncated_bin": (BIN, torch_file({}, {"0": bytes(10**6)})[: 10**6], "truncated"),
     "bare_pickle": (BIN, program({"a": CODE}), "a pickle"),
+    "record_says_a_gigabyte": (BIN, lying_zip(record=GIGABYTE), "truncated or corrupt"),
+    "directory_says_a_gigabyte": (BIN, lying_zip(directory=GIGABYTE), "too large"),
+    "code_in_safetensors": (SAFETENSORS, torch_file({"a": CODE}), "header length"),
+    "bare_pickle_in_safetensors": (SAFETENSORS, program({"a": CODE}), "header length"),
+    "tensor_says_a_gigabyte": (SAFETENSORS, tensor_of_a_gigabyte(), "truncated"),
+    "tensor_of_a_gigabyte": (
+        SAFETENSORS,
+        sparse(tensor_of_a_gigabyte(), len(tensor_of_a_gigabyte()) + GIGABYTE),
+        "the weights have rank 2097152",
+    ),
+    "header_says_all_of_memory": (SAFETENSORS, b"\xff" * 8 + b"{}", "limit"),
+    "header_says_more_than_there_is": (SAFETENSORS, struct.pack("<Q", 2**20) + b"{}", "truncated"),
     "header_says_a_gigabyte": (SAFETENSORS, struct.pack("<Q", GIGABYTE) + b"{}", "limit"),
     "header_of_a_gigabyte": (
         SAFETENSORS, sparse(struct.pack("<Q", GIGABYTE) + b"{", 2 * GIGABYTE), "limit",
@@ -229,6 +263,7 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
     ),
     "header_of_tensors": (SAFETENSORS, header_only(many_tensors()), "no module of"),
     "header_of_mlx": (MLX, header_only(b'{"a":' + b"[" * (15 << 20)), "too large"),
+    "deep_header_of_mlx": (MLX, header_only(b'{"a":' + b"[" * 400_000), "too deep"),
     "deep_header": (SAFETENSORS, header_only(b'{"a":' + b"[" * 400_000), "too deep"),
     "config_of_gigabytes": (CONFIG, sparse(b"{", 50 * GIGABYTE), "too large"),
     "config_of_spaces": (CONFIG, b"{" + b" " * (16 << 20) + b"}", "too large"),
@@ -239,8 +274,8 @@ FILES: dict[str, tuple[str, bytes | Callable[[Path], None], str]] = {
 
 
 SOUND = {
-    "view_of_a_gigabyte", "header_of_tensors", "yaml_of_objects", "yaml_of_lists",
-    "yaml_of_digits", "yaml_of_sixties",
+    "view_of_a_gigabyte", "tensor_of_a_gigabyte", "header_of_tensors", "yaml_of_objects",
+    "yaml_of_lists", "yaml_of_digits", "yaml_of_sixties",
 }  # fmt: skip
 """Files that are sound; what is refused are the tensors or fields that they describe."""
 

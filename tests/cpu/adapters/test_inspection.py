@@ -344,6 +344,19 @@ def described(directory: Path, base: ReferenceBase | None = None) -> list[tuple[
 
 
 @pytest.mark.parametrize("base", [None, against(BASE)], ids=["alone", "with a base"])
+def test_lenience_shows_unknown_fields_as_unusual(
+    base: ReferenceBase | None, tmp_path: Path
+) -> None:
+    random_adapter(tmp_path, BASE, rank=2, targets=TARGETS, seed=0)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"gamma": 0.5}))
+    assert inspect(tmp_path, base).verdict == "refused"
+    found = inspect(tmp_path, base, lenient=True)
+    assert found.verdict == "serveable"
+    assert "unknown field gamma" in found.unusual[0]
+
+
+@pytest.mark.parametrize("base", [None, against(BASE)], ids=["alone", "with a base"])
 def test_formats_of_one_adapter_are_described_alike(
     tmp_path: Path, base: ReferenceBase | None
 ) -> None:

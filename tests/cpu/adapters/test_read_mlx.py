@@ -201,3 +201,11 @@ def test_fused_projection_is_split_in_the_order_that_is_said(up_first: bool, tmp
     for delta in loaded.spec.deltas:
         found = torch.cat(delta.pick(loaded.tensors[delta.b]))
         assert torch.equal(found, halves[delta.module.rpartition(".")[2]])
+
+
+def test_lenience_warns_of_unknown_parameters(tmp_path: Path) -> None:
+    text = refusal(tmp_path, weights(), lora_parameters=parameters(gamma=2))
+    assert "gamma" in text
+    loaded = read_adapter("fancy", tmp_path, SPLIT, max_rank=64, lenient=True)
+    warning = "unknown field gamma in lora_parameters is set, but ignored (lenient)"
+    assert warning in loaded.spec.warnings

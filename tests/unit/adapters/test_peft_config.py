@@ -13,6 +13,7 @@ from loramux.adapters.formats import peft_fields as fields
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.meaning import BesideLora
 from loramux.adapters.formats.peft_config import PeftConfig, parse_config, read_config
+from loramux.adapters.formats.peft_fields import HONOURED, REFUSED_WHEN_LIVE
 from loramux.adapters.report import Report
 from tests.adapter_files import REPOSITORY, lora_config
 
@@ -241,6 +242,29 @@ def test_unknown_field_that_is_unset_is_a_warning(value: object):
 @pytest.mark.parametrize("value", [True, 0, 1, "x", {"a": None}])
 def test_unknown_field_that_is_set_is_refused_by_name(value: object):
     assert "use_superlora" in refusal(use_superlora=value)
+
+
+def parse_leniently(**change: Any) -> tuple[PeftConfig | None, Report]:
+    report = Report(lenient=True)
+    return parse_config(json.dumps(lora_config(**change)).encode(), report), report
+
+
+def test_lenience_makes_a_warning_of_each_unknown_field_that_is_set():
+    config, report = parse_leniently(use_superlora=True, gamma=0.5, unset=None)
+    assert config is not None
+    assert config.rank_and_scale(Q) == accepted().rank_and_scale(Q)
+    assert report.reasons == ()
+    assert report.warnings == (
+        "unknown field use_superlora in adapter_config.json is set, but ignored (lenient)",
+        "unknown field gamma in adapter_config.json is set, but ignored (lenient)",
+        "unknown fields in adapter_config.json are not set, so ignored: unset",
+    )
+
+
+@pytest.mark.parametrize("name", [*REFUSED_WHEN_LIVE, *HONOURED - {"target_modules"}])
+def test_lenience_lets_no_known_field_through(name: str):
+    wrong = {"nobody": ["knows"]}
+    assert parse(**{name: wrong})[1].reasons == parse_leniently(**{name: wrong})[1].reasons != ()
 
 
 @pytest.mark.parametrize("targets", [3, True, {"q_proj": 1}, ["q_proj", 3]])

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 import pytest
 
+from loramux.adapters.formats import peft_spec
 from loramux.adapters.formats.peft_config import parse_config
 from loramux.adapters.formats.peft_spec import build_spec
+from loramux.adapters.formats.places import Place, Places
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta
 from tests.adapter_files import (
@@ -245,3 +248,35 @@ def test_other_base_name_is_a_warning():
 @pytest.mark.parametrize("name", ["tiny/llama", "/models/Llama/", "C:\\models\\llama", "", None])
 def test_same_base_under_another_path_is_no_warning(name: str | None):
     assert spec(base_model_name_or_path=name).warnings == ()
+
+
+class CountedPlaces(Places):
+    """Counts how often it is asked."""
+
+    asked: ClassVar[Counter[str]] = Counter()
+
+    def find(self, path: str) -> Place | None:
+        self.asked["find"] += 1
+        return super().find(path)
+
+    def why_not(self, path: str) -> str:
+        self.asked["why_not"] += 1
+        return super().why_not(path)
+
+
+def test_names_without_number_cost_a_search_each_and_a_bounded_number_of_explanations(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(peft_spec, "Places", CountedPlaces)
+    CountedPlaces.asked.clear()
+    strangers = {f"{PREFIX}model.layers.{i}.mlp.x.lora_A.weight": (4, 64) for i in range(5_000)}
+    text = refusal({**QV, **strangers})
+    assert "layers.3.mlp.x and 996 more" in text
+    assert "4000 names more cannot be placed in tiny/llama" in text
+    modules = len(QV) // 2 + len(strangers)
+    assert CountedPlaces.asked == {"find": modules, "why_not": peft_spec.MAX_EXPLAINED}
+
+
+def test_no_names_more_are_counted_when_all_are_explained():
+    strangers = {f"{PREFIX}x.{i}.lora_A.weight": (4, 64) for i in range(peft_spec.MAX_EXPLAINED)}
+    assert "cannot be placed" not in refusal({**QV, **strangers})

@@ -39,6 +39,14 @@ def test_very_many_reasons_are_cut_and_counted():
     assert report.reasons[-1] == "and 60 findings more"
 
 
+def test_very_many_warnings_are_cut_and_counted():
+    report = Report()
+    for i in range(100):
+        report.warn(f"warning {i}")
+    assert len(report.warnings) == 41
+    assert report.warnings[-1] == "and 60 findings more"
+
+
 @pytest.mark.parametrize("name", ["a\nb", "\x1b[31m", "naïve", "\ud800", "two words", ""])
 def test_names_that_are_not_plain_are_quoted_in_ascii(name: str):
     shown = printable(name)

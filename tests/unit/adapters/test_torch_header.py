@@ -83,9 +83,14 @@ CODE = {
     "call_of_an_allowed_name": (torch_file({"a": Call("torch", "FloatStorage", 9)}), "a call of"),
     "negated": (torch_file({"a": NEGATED}, BYTES), "a call of"),
     "state": (zipped({"data.pkl": b"\x80\x02N}b."}), "a state"),
+    "escape_in_a_text": (zipped({"data.pkl": b"\x80\x02S'\\d'\n."}), "instruction STRING"),
+    "escape_in_a_name": (zipped({"data.pkl": b"\x80\x02cos\n\\d\n."}), "unsafe"),
     "instruction": (zipped({"data.pkl": b"\x80\x04\x8c\x02os\x8c\x06system\x93."}), "instruction"),
 }
 BROKEN = {
+    "name_without_end": (zipped({"data.pkl": b"\x80\x02ctorch"}), "corrupt"),
+    "no_instruction": (zipped({"data.pkl": b"\x80\x02\xff"}), "corrupt"),
+    "no_end": (zipped({"data.pkl": b"\x80\x02}"}), "corrupt"),
     "bare_pickle": (pickle.dumps({"a": 1}), "is a pickle, not the zip"),
     "text": (b"hello" * 9, "is no zip"),
     "cut": (GOOD[:-100], "truncated"),

@@ -28,12 +28,14 @@ _EMBEDDINGS = frozenset({"embed_tokens", "wte"})
 """mlx-lm lets LoRA on a tied embedding act on the head as well, where PEFT does not."""
 
 
-def read_mlx(name: str, directory: Path, base: BaseLayout, *, max_rank: int) -> LoadedAdapter:
+def read_mlx(
+    name: str, directory: Path, base: BaseLayout, *, max_rank: int, lenient: bool
+) -> LoadedAdapter:
     """Read and check the adapter in ``directory`` for ``base``; weights stay on the CPU.
 
     ``name`` is only used in errors. Raises AdapterRefused, with all that is wrong.
     """
-    report = Report()
+    report = Report(lenient=lenient)
     config = read_config(directory, report)
     weights = None
     try:

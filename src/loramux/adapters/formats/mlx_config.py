@@ -149,7 +149,7 @@ def _check_other_parameters(inner: Mapping[str, Any], report: Report) -> None:
                 "scale; leave it out and give the whole factor as scale"
             )
         else:
-            report.refuse("lora_parameters has unknown fields that may change the arithmetic", name)
+            report.unknown_field(name, "lora_parameters")
 
 
 def _is_names(value: object) -> bool:

@@ -78,4 +78,6 @@ def _any_layer(name: str) -> str:
 
 
 def _without_language(name: str) -> str:
+    if _LANGUAGE not in name:  # nearly always, and far cheaper than to take the name apart
+        return name
     return ".".join(part for part in name.split(".") if part != _LANGUAGE)

@@ -25,12 +25,15 @@ from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout
 
 
-def read_nemo(name: str, path: Path, base: BaseLayout, *, max_rank: int) -> LoadedAdapter:
+def read_nemo(
+    name: str, path: Path, base: BaseLayout, *, max_rank: int, lenient: bool = False
+) -> LoadedAdapter:
     """Read and check the adapter at ``path`` for ``base``; weights stay on the CPU.
 
-    ``name`` is only used in errors. Raises AdapterRefused, with all that is wrong.
+    ``name`` is only used in errors; ``lenient``: unknown fields are warnings. Raises
+    AdapterRefused, with all that is wrong.
     """
-    report = Report()
+    report = Report(lenient=lenient)
     config, weights = None, None
     try:
         files = find_files(path)

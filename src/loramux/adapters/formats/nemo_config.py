@@ -155,10 +155,7 @@ def _check_other_fields(raw: Mapping[str, Any], lora: Mapping[str, Any], report:
         if name in _INERT or name in ("weight_tying", _ONLY_WITH_WEIGHT_TYING):
             continue
         if _is_live(value):
-            report.refuse(
-                f"{CONFIG}: peft.lora_tuning has unknown fields that may change the arithmetic",
-                str(name),
-            )
+            report.unknown_field(str(name), f"peft.lora_tuning of {CONFIG}")
     if _is_live(raw.get("megatron_legacy")):
         report.refuse(
             f"{CONFIG}: megatron_legacy: q, k and v stand in an order of old checkpoints, "

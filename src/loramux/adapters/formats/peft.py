@@ -17,14 +17,14 @@ from loramux.adapters.spec import BaseLayout
 
 
 def read_peft(
-    name: str, directory: Path, base: BaseLayout, *, max_rank: int, weight_file: str
+    name: str, directory: Path, base: BaseLayout, *, max_rank: int, lenient: bool, weight_file: str
 ) -> LoadedAdapter:
     """Read and check the adapter in ``directory`` for ``base``; weights stay on the CPU.
 
     ``weight_file`` is ``weight_files.PEFT_FILE`` or ``TORCH_FILE``; ``name`` is only used in
     errors. Raises AdapterRefused, with all that is wrong.
     """
-    report = Report()
+    report = Report(lenient=lenient)
     config = read_config(directory, report)
     weights = None
     try:

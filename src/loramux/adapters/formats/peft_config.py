@@ -108,10 +108,7 @@ def _check_other_fields(raw: Mapping[str, Any], report: Report) -> None:
             names = _names(value)
             report.refuse(f"{name}{': ' + names if names else ''} is not served ({why})")
         elif name not in fields.KNOWN and fields.is_live(value):
-            report.refuse(
-                "unknown fields in adapter_config.json have values that may change the arithmetic",
-                name,
-            )
+            report.unknown_field(name, CONFIG_FILE)
         elif name not in fields.KNOWN:
             report.warn("unknown fields in adapter_config.json are not set, so ignored", name)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loramux.adapters.formats.meaning import Meaning
@@ -22,6 +22,10 @@ from loramux.adapters.report import Report, printable
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
+
+MAX_EXPLAINED = 1_000
+"""Names that match nothing and are told why; to tell takes longer than to find, so further ones of
+a hostile file are counted."""
 
 Entries = Mapping[str, TensorEntry]
 
@@ -120,11 +124,12 @@ def _place(
     places = Places(base, up_first=config.swap_gate_up)
     placed: list[tuple[Place, _Group]] = []
     closed: dict[str, list[str]] = {}
+    unplaced: list[str] = []
     taken: dict[str, list[Target]] = {}
     for path, group in groups.items():
         place = places.find(path)
         if place is None:
-            report.refuse(places.why_not(path), path)
+            unplaced.append(path)
         elif any(t.overlaps(o) for t in place.targets for o in taken.get(t.module, ())):
             report.refuse("duplicate: two names are meant for the same place", path)
         else:
@@ -133,6 +138,7 @@ def _place(
             for target in place.targets:
                 taken.setdefault(target.module, []).append(target)
     _check_open(closed, base, report)
+    _explain(unplaced, places, base, report)
     if groups and not placed:
         report.refuse(
             f"not one module of the adapter matches {base.name}: it was made for another model"
@@ -152,6 +158,15 @@ def _check_open(closed: Mapping[str, list[str]], base: BaseLayout, report: Repor
                 f"{option} does not open these modules: start with {','.join([option, *leaves])}",
                 path,
             )
+
+
+def _explain(paths: Sequence[str], places: Places, base: BaseLayout, report: Report) -> None:
+    """Refuse names for which there is no place."""
+    for path in paths[:MAX_EXPLAINED]:
+        report.refuse(places.why_not(path), path)
+    if len(paths) > MAX_EXPLAINED:
+        rest = len(paths) - MAX_EXPLAINED
+        report.refuse(f"{rest} names more cannot be placed in {base.name}")
 
 
 @dataclass(frozen=True)

@@ -33,18 +33,22 @@ _OTHER_WEIGHT_FILES = {
 }
 
 
-def read_adapter(name: str, directory: Path, base: BaseLayout, *, max_rank: int) -> LoadedAdapter:
+def read_adapter(
+    name: str, directory: Path, base: BaseLayout, *, max_rank: int, lenient: bool = False
+) -> LoadedAdapter:
     """Read and check the adapter in ``directory`` for ``base``, in whatever format it is.
 
-    ``directory`` may be an archive of NeMo as well. ``name`` is only used in errors. Raises
-    AdapterRefused, with all that is wrong.
+    ``directory`` may be an archive of NeMo as well. ``name`` is only used in errors; ``lenient``:
+    unknown fields of the configuration that are set are warnings. Raises AdapterRefused, with all
+    that is wrong.
     """
     weight_file = weight_file_of(directory)
     if weight_file is not None:
-        return _READERS[weight_file](name, directory, base, max_rank=max_rank)
+        read = _READERS[weight_file]
+        return read(name, directory, base, max_rank=max_rank, lenient=lenient)
     if is_nemo(directory):
-        return nemo.read_nemo(name, directory, base, max_rank=max_rank)
-    report = Report()
+        return nemo.read_nemo(name, directory, base, max_rank=max_rank, lenient=lenient)
+    report = Report(lenient=lenient)
     read_config(directory, report)
     report.refuse(f"the weights are missing: none of {', '.join(WEIGHT_FILES)} is there")
     for file, remedy in _found_others(directory).items():

@@ -28,6 +28,8 @@ MAX_NAME_LENGTH = 1_000
 
 _MAX_DIMENSIONS = 16
 
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
 _DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E4M3": 8, "F8_E5M2": 8,
@@ -94,19 +96,27 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(what: str, name: str, value: Any) -> TensorEntry:
     if len(name) > MAX_NAME_LENGTH:
         raise MalformedFile(f"{what} has a tensor name of more than {MAX_NAME_LENGTH} characters")
-    label = f"{what} has a corrupt header: tensor {printable(name)}"
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise MalformedFile(f"{label} does not have dtype, shape and data_offsets")
+    fault = _fault(value)
+    if fault is not None:
+        raise MalformedFile(f"{what} has a corrupt header: tensor {printable(name)} {fault}")
+    start, end = value["data_offsets"]
+    return TensorEntry(value["dtype"], tuple(value["shape"]), start, end)
+
+
+def _fault(value: Any) -> str | None:
+    """What is wrong with the description of one tensor."""
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
+        return "does not have dtype, shape and data_offsets"
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
-        raise MalformedFile(f"{label} has an unknown dtype")
+        return "has an unknown dtype"
     if not _sizes(shape) or len(shape) > _MAX_DIMENSIONS:
-        raise MalformedFile(f"{label} has an invalid shape")
+        return "has an invalid shape"
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise MalformedFile(f"{label} has invalid data_offsets")
+        return "has invalid data_offsets"
     if math.prod(shape) * _DTYPE_BITS[dtype] != (offsets[1] - offsets[0]) * 8:
-        raise MalformedFile(f"{label} has a shape that does not fit its number of bytes")
-    return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+        return "has a shape that does not fit its number of bytes"
+    return None
 
 
 def _sizes(value: Any) -> bool:

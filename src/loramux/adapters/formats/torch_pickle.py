@@ -6,11 +6,12 @@ writes a dictionary of tensors, and three calls that it imitates; it imports and
 
 from __future__ import annotations
 
+import io
 import math
 import pickletools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.report import printable
@@ -81,16 +82,40 @@ def read_pickle(what: str, program: bytes) -> Mapping[str, PickledTensor]:
     """
     machine = _Machine(what)
     try:
-        for number, (instruction, argument, _) in enumerate(pickletools.genops(program)):
+        for number, (instruction, argument) in enumerate(_instructions(io.BytesIO(program))):
             if number == MAX_INSTRUCTIONS:
                 raise MalformedFile(
                     f"{what} is too large: its pickle has more than {number} instructions"
                 )
-            machine.do(instruction.name, argument)
+            machine.do(instruction, argument)
         result = machine.result()
     except (ValueError, IndexError, KeyError, TypeError, AttributeError):
         raise MalformedFile(f"{what} is corrupt: its pickle cannot be followed") from None
     return _tensors(what, result)
+
+
+def _instructions(program: BinaryIO) -> Iterator[tuple[str, Any]]:
+    """Names and arguments up to the end. Raises KeyError or ValueError where there is none.
+
+    Arguments that the machine does not take are left alone: some are taken to be source code.
+    """
+    name = ""
+    while name != "STOP":
+        instruction = _INSTRUCTIONS[program.read(1)]
+        name, argument = instruction.name, None
+        if name == "GLOBAL":
+            argument = f"{_line(program)} {_line(program)}"
+        elif name in _WITH_ARGUMENT:
+            assert instruction.arg is not None
+            argument = instruction.arg.reader(program)
+        yield name, argument
+
+
+def _line(program: BinaryIO) -> str:
+    line = program.readline()
+    if not line.endswith(b"\n"):
+        raise ValueError("the line has no end")
+    return line[:-1].decode("ascii")
 
 
 def _tensors(what: str, result: object) -> dict[str, PickledTensor]:
@@ -117,6 +142,12 @@ class _Storage:
     key: str
     num_items: int
 
+
+_INSTRUCTIONS = {info.code.encode("latin-1"): info for info in pickletools.opcodes}
+_WITH_ARGUMENT = {
+    "PROTO", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "BINUNICODE", "BININT", "BININT1",
+    "BININT2", "LONG1",
+}  # fmt: skip
 
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
