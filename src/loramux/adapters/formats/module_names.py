@@ -20,6 +20,10 @@ _NEVER_SERVED = (
     (_EXPERT, "LoRA on the experts of a mixture of experts is not served"),
 )
 
+MAX_EXPLAINED = 1_000
+"""Names that match nothing and are told why; to tell takes longer than to find, so further ones of
+a hostile file are counted."""
+
 
 class ModuleNames:
     """Finds modules of one base by the spellings that adapters use for them.

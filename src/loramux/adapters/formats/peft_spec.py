@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loramux.adapters.formats.meaning import Meaning
+from loramux.adapters.formats.module_names import MAX_EXPLAINED
 from loramux.adapters.formats.peft_keys import (
     DeltaKey,
     ParameterKey,
@@ -23,9 +24,6 @@ from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
-MAX_EXPLAINED = 1_000
-"""Names that match nothing and are told why; to tell takes longer than to find, so further ones of
-a hostile file are counted."""
 
 Entries = Mapping[str, TensorEntry]
 

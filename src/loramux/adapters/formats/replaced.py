@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from loramux.adapters.formats.meaning import BesideLora
-from loramux.adapters.formats.module_names import ModuleNames
+from loramux.adapters.formats.module_names import MAX_EXPLAINED, ModuleNames
 from loramux.adapters.formats.peft_keys import ParameterKey
 from loramux.adapters.formats.safetensors_header import TensorEntry
 from loramux.adapters.report import Report, printable
@@ -42,7 +42,7 @@ class ReplacementBuilder:
         adapted: Collection[str],
     ) -> tuple[Replacement, ...]:
         """``adapted``: modules of the base that have LoRA, which whole weights must leave alone."""
-        found = [f for key, said in keys.items() if (f := self._find(key, said)) is not None]
+        found = self._match(keys)
         first: dict[tuple[str, str], _Found] = {}
         for f in found:
             if first.setdefault(f.place, f) is not f:
@@ -54,18 +54,30 @@ class ReplacementBuilder:
         made = [r for f in first.values() if (r := self._make(f, entries[f.key])) is not None]
         return tuple(self._tied(made, first))
 
-    def _find(self, key: str, said: ParameterKey) -> _Found | None:
-        module = self._names.find(said.path)
-        if module is not None and said.parameter in self._base.replaceable.get(module, ()):
-            return _Found(key, said, module)
+    def _match(self, keys: Mapping[str, ParameterKey]) -> list[_Found]:
+        """Tensors with the parameters that they are for; the others are refused."""
+        found: list[_Found] = []
+        num_strange = 0
+        for key, said in keys.items():
+            module = self._names.find(said.path)
+            if module is not None and said.parameter in self._base.replaceable.get(module, ()):
+                found.append(_Found(key, said, module))
+            else:
+                num_strange += 1
+                if num_strange <= MAX_EXPLAINED:
+                    self._report.refuse(self._why_not(said, module), key)
+        if num_strange > MAX_EXPLAINED:
+            rest = num_strange - MAX_EXPLAINED
+            self._report.refuse(f"{rest} tensors more are for nothing that can be replaced")
+        return found
+
+    def _why_not(self, said: ParameterKey, module: str | None) -> str:
+        """Why a tensor is for nothing that can be replaced, in words for an operator."""
         if module in self._base.replaceable:
-            reason = f"a {said.parameter} that the base's modules of this name do not have"
-        elif module is not None or said.path in self._base.other_modules:
-            reason = f"{said.parameter}s of such modules cannot be replaced here"
-        else:
-            reason = self._names.why_not(said.path)
-        self._report.refuse(reason, key)
-        return None
+            return f"a {said.parameter} that the base's modules of this name do not have"
+        if module is not None or said.path in self._base.other_modules:
+            return f"{said.parameter}s of such modules cannot be replaced here"
+        return self._names.why_not(said.path)
 
     def _objection(self, found: _Found, adapted: Collection[str]) -> str | None:
         """Why neither the configuration nor the operator allows for a tensor, or None."""
