@@ -58,7 +58,7 @@ def add_adapters(parts: Parts, names: Sequence[str], ranks: Sequence[int]) -> No
     for seed, name in enumerate(names):
         rank = ranks[seed % len(ranks)]
         prepared = random_prepared(parts.worker, f"{name}-r{rank}", rank, seed)
-        parts.core.adapters.register(name, "random", prepared, pinned=False, replace=False)
+        parts.core.register(name, "random", prepared)
 
 
 def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> PreparedAdapter:

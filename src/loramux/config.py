@@ -27,6 +27,9 @@ class StepLimits:
     max_step_tokens: int
 
 
+DEFAULT_HOST_BYTES = 8 * 2**30
+"""Of the host cache."""
+
 DEFAULT_LIMITS = {"cpu": StepLimits(64, 1024), "cuda": StepLimits(256, 8192)}
 """By the kind of device that computes the steps."""
 
@@ -81,6 +84,11 @@ class AdapterOptions:
         None,
         "bytes for adapter weights, such as 2GiB; default: max_loras adapters of rank 64",
     )
+    host_cache: str | None = option(
+        None,
+        "bytes of host memory for adapter weights, such as 64GiB; adapters beyond are read from "
+        "their sources again when they are needed; default: 8GiB, or as much as device_cache",
+    )
     max_rank: int = option(512, "largest LoRA rank that is accepted")
     lora_target_modules: str | None = option(
         None,
@@ -117,6 +125,20 @@ class AdapterOptions:
             )
         if self.device_cache is not None and parse_bytes(self.device_cache) < 1:
             raise ConfigError("device_cache must be at least one byte")
+        if self.host_cache is not None:
+            parse_bytes(self.host_cache)
+
+    def host_bytes(self, device_bytes: int) -> int:
+        """Bytes of the host cache beside a device cache of so many. Raises ConfigError."""
+        if self.host_cache is None:
+            return max(DEFAULT_HOST_BYTES, device_bytes)
+        host_bytes = parse_bytes(self.host_cache)
+        if host_bytes < device_bytes:
+            raise ConfigError(
+                f"host_cache ({host_bytes:,} bytes) is below the device cache ({device_bytes:,}): "
+                "every adapter on the device has a copy in host memory"
+            )
+        return host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,6 +171,8 @@ class AdapterInfo:
     max_rank: int
     pinned: bool
     slot: int | None
+    in_host_memory: bool
+    """If not, it is read from its source again when a request needs it."""
     in_flight: int
     warnings: tuple[str, ...] = ()
 
@@ -205,6 +207,9 @@ class EngineStats:
     requests_finished: int
     requests_aborted: int
     adapter_bytes: int
+    host_bytes: int
+    host_adapters: int
+    host_evictions: int
     last_step_adapters: int
     """Distinct adapters, without the base, in the newest step."""
     max_step_adapters: int

@@ -12,6 +12,7 @@ from loramux.adapters.catalog import Catalog
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.core import EngineCore
+from loramux.engine.origins import Origin
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits
 from loramux.testing import FakeCodec, FakeWorker, expected_tokens
@@ -102,7 +103,10 @@ class SmallEngine:
         worker_type: type[FakeWorker] = FakeWorker,
         runs_ahead: bool = False,
         adapter_max_wait: float = math.inf,
+        host_bytes: int | None = None,
     ) -> None:
+        self.pending: list[Origin] = []
+        """Adapters that the core has asked for."""
         self.now = 0.0
         self.max_model_len = max_model_len
         self.eos = eos
@@ -126,6 +130,7 @@ class SmallEngine:
             num_blocks=num_blocks,
             num_slots=num_slots,
             arena_bytes=arena_bytes,
+            host_bytes=10**6 if host_bytes is None else host_bytes,
             eos_token_ids=eos,
             adapter_max_wait=adapter_max_wait,
             clock=lambda: self.now,
@@ -143,13 +148,13 @@ class SmallEngine:
         """Register ``source`` (by default the name itself, which is then also its id)."""
         source = source or name
         prepared = self.worker.read_adapter(name, Path(source))
-        info = self.core.adapters.register(name, source, prepared, pinned=pinned, replace=replace)
-        self.core.check()
+        info = self.core.register(name, source, prepared, pinned=pinned, replace=replace)
+        self._settle()
         return info
 
     def unload(self, name: str) -> None:
         self.core.adapters.unregister(name)
-        self.core.check()
+        self._settle()
 
     def submit(
         self,
@@ -166,7 +171,7 @@ class SmallEngine:
         )
         sequences = self.admission.admit(request)
         self.core.add(sequences)
-        self.core.check()
+        self._settle()
         self.sequences += sequences
         request_id = sequences[0].parent_id
         self.outcomes[request_id] = [Outcome() for _ in sequences]
@@ -176,9 +181,18 @@ class SmallEngine:
         self._take(self.core.abort(request_id))
 
     def step(self) -> list[Delta]:
-        deltas = self.core.step()
+        deltas = self.core.step() if self.core.can_step else []
         self._take(deltas)
         return deltas
+
+    def fetch(self, *, error: str | None = None) -> None:
+        """End the fetch that has been asked for first."""
+        origin = self.pending.pop(0)
+        if error is not None:
+            self._take(self.core.fetch_failed(origin, error))
+        else:
+            prepared = self.worker.read_adapter(origin.name, Path(origin.source))
+            self._take(self.core.fetched(origin, prepared))
 
     def run(self) -> None:
         """Step until all requests have ended, which they do even if each is computed thrice."""
@@ -186,6 +200,8 @@ class SmallEngine:
         for _ in range(3 * self.max_model_len * num_sequences + 2):
             if not self.core.has_work:
                 return
+            while self.pending:
+                self.fetch()
             self.step()
         raise AssertionError("the requests do not end")
 
@@ -210,11 +226,18 @@ class SmallEngine:
         assert self.worker.num_outstanding == 0
         assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
         named = {entry.adapter_id for entry in self.catalog}
-        assert self.catalog.held() == self.worker.installed.keys() == named
+        assert self.catalog.held() == named
+        in_memory = {i.adapter_id for i in self.core.adapters.infos() if i.in_host_memory}
+        assert self.worker.installed.keys() == in_memory <= named
         assert set(self.worker.slots.values()) <= named
         assert stats.slots_used == len(self.worker.slots)
 
     def _take(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             self.outcomes[delta.request_id][delta.index].push(delta)
+        self._settle()
+
+    def _settle(self) -> None:
+        self.core.check()
+        self.pending += self.core.take_fetches()
         self.core.check()

@@ -71,6 +71,8 @@ class EngineWalk(RuleBasedStateMachine):
         self.names: dict[str, Named] = {}
         self.submitted: list[Submitted] = []
         self.kept: set[str] = set()
+        self.failed: set[str] = set()
+        """Adapters that could not be fetched at some time."""
 
     @initialize(
         num_slots=st.integers(1, 3),
@@ -78,6 +80,7 @@ class EngineWalk(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from((4, 3, 6, 1)),
         spare_tokens=st.sampled_from((6, 20, 2)),
         max_wait=st.sampled_from((math.inf, 3.0, 0.0)),
+        host_bytes=st.sampled_from((10**6, 100, 130)),
     )
     def start(
         self,
@@ -86,6 +89,7 @@ class EngineWalk(RuleBasedStateMachine):
         max_num_seqs: int,
         spare_tokens: int,
         max_wait: float,
+        host_bytes: int,
     ) -> None:
         self.num_slots = num_slots
         self.max_wait = max_wait
@@ -101,6 +105,7 @@ class EngineWalk(RuleBasedStateMachine):
             adapter_bytes=SIZES,
             runs_ahead=self.runs_ahead,
             adapter_max_wait=max_wait,
+            host_bytes=host_bytes,
         )
         for name in NAMES[:3]:
             self.engine.load(name, f"s{NAMES.index(name)}")
@@ -141,6 +146,14 @@ class EngineWalk(RuleBasedStateMachine):
             ids = {(delta.request_id, delta.index) for delta in deltas}
             assert len(ids) == len(deltas)
 
+    @precondition(lambda self: self.engine.pending)
+    @rule(count=st.integers(1, 3), fails=st.sampled_from((False, False, True)))
+    def fetch(self, count: int, fails: bool) -> None:
+        for origin in self.engine.pending[:count]:
+            if fails:
+                self.failed.add(origin.adapter_id)
+            self.engine.fetch(error="the source is gone" if fails else None)
+
     @rule(seconds=st.sampled_from((1.0, 4.0)))
     def wait(self, seconds: float) -> None:
         self.engine.now += seconds
@@ -152,7 +165,7 @@ class EngineWalk(RuleBasedStateMachine):
         pinned=st.sampled_from((False, False, True)),
     )
     def load(self, name: str, source: str, replace: bool, pinned: bool) -> None:
-        before = self.engine.core.adapters.infos(), set(self.engine.worker.installed)
+        before = self.engine.core.adapters.infos(), self.engine.catalog.held()
         taken = name in self.names and not replace
         fits = SIZES[source] + self.pinned_bytes(but=name) <= 100
         error = None
@@ -167,7 +180,7 @@ class EngineWalk(RuleBasedStateMachine):
         else:
             assert type(error) is (AdapterExists if taken else AdapterRefused)
             assert taken or pinned or not fits
-            assert (self.engine.core.adapters.infos(), set(self.engine.worker.installed)) == before
+            assert (self.engine.core.adapters.infos(), self.engine.catalog.held()) == before
 
     @rule(name=st.sampled_from(NAMES))
     def unload(self, name: str) -> None:
@@ -206,6 +219,9 @@ class EngineWalk(RuleBasedStateMachine):
         expected = self.engine.expected(one.adapter_id, one.prompt, index=index, **one.params)
         if outcome.finish_reason == "abort":
             assert one.aborted
+            assert outcome.tokens == expected.tokens[: len(outcome.tokens)]
+        elif outcome.finish_reason == "error":
+            assert one.adapter_id in self.failed
             assert outcome.tokens == expected.tokens[: len(outcome.tokens)]
         else:
             assert outcome.tokens == expected.tokens

@@ -7,18 +7,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from loramux.adapters.residency import Residency
+from loramux.adapters.residency import Residency, Room
 from loramux.plan import SlotClear, SlotLoad, SlotOrder
 from loramux.types import AdapterId, Slot
+from tests.unit.residents import add_with_copy
 
 A, B, C, D = map(AdapterId, "abcd")
 
 
 def residency(num_slots: int = 2, capacity: int = 100, **sizes: int) -> Residency:
     """Slots for adapters whose sizes are named, of 10 bytes unless told otherwise."""
-    made = Residency(num_slots, capacity)
+    made = Residency(num_slots, capacity, host_bytes=1000)
     for name, num_bytes in (dict.fromkeys("abcd", 10) | sizes).items():
-        made.add(AdapterId(name), num_bytes)
+        add_with_copy(made, name, num_bytes)
     return made
 
 
@@ -140,7 +141,7 @@ def test_setting_pins_lets_go_of_the_old_ones() -> None:
 def test_a_forgotten_adapter_gives_its_slot_and_bytes_back() -> None:
     slots = residency()
     slots.place(A, in_use=())
-    assert slots.forget(A) == SlotClear(Slot(0))
+    assert slots.forget(A) == Room((SlotClear(Slot(0)),), dropped=(A,))
     assert (slots.knows(A), slots.num_resident, slots.used_bytes) == (False, 0, 0)
 
 
@@ -152,7 +153,7 @@ def test_forgetting_is_no_eviction() -> None:
 
 
 def test_forgetting_an_adapter_without_a_slot_needs_no_order() -> None:
-    assert residency().forget(A) is None
+    assert residency().forget(A) == Room((), dropped=(A,))
 
 
 def test_a_forgotten_adapter_is_not_pinned() -> None:
@@ -163,11 +164,11 @@ def test_a_forgotten_adapter_is_not_pinned() -> None:
 
 
 def test_an_adapter_as_large_as_the_cache_is_accepted() -> None:
-    assert Residency(2, 100).objection(A, 100, ()) is None
+    assert Residency(2, 100, 100).objection(A, 100, ()) is None
 
 
 def test_an_adapter_larger_than_the_cache_is_refused_with_the_remedy() -> None:
-    objection = Residency(2, 100).objection(A, 101, ())
+    objection = Residency(2, 100, 100).objection(A, 101, ())
     assert objection is not None
     assert "--device-cache 101" in objection
 
@@ -202,6 +203,84 @@ def test_an_adapter_that_is_pinned_already_is_not_counted_twice() -> None:
     assert slots.objection(A, 60, {A}) is None
 
 
+# Copies in host memory ---------------------------------------------------------------------------
+
+
+def small_host(**sizes: int) -> Residency:
+    """Adapters without copies, of 10 bytes unless told otherwise; room for 40 bytes of copies."""
+    made = Residency(num_slots=2, capacity_bytes=40, host_bytes=40)
+    for name, num_bytes in (dict.fromkeys("abcd", 10) | sizes).items():
+        made.add(AdapterId(name), num_bytes)
+    return made
+
+
+def fetch(slots: Residency, adapter_id: AdapterId, in_use: tuple[AdapterId, ...] = ()) -> Room:
+    room = slots.make_host_room(adapter_id, in_use)
+    assert room is not None
+    slots.host.arrived(adapter_id)
+    return room
+
+
+def test_an_adapter_needs_a_copy_before_it_has_a_slot() -> None:
+    slots = small_host()
+    assert slots.lacks_copy(A)
+    assert slots.make_host_room(A, in_use=()) == Room((), ())
+    assert not slots.lacks_copy(A)
+    with pytest.raises(AssertionError, match="copy is not there"):
+        slots.place(A, in_use=())
+    slots.host.arrived(A)
+    assert slots.place(A, in_use=()) is not None
+
+
+def test_the_copy_unused_the_longest_goes_with_its_slot() -> None:
+    slots = small_host(d=30)
+    for adapter_id in (A, B, C):
+        fetch(slots, adapter_id)
+    slots.place(B, in_use=())
+    slots.place(A, in_use=())
+    assert fetch(slots, D) == Room((SlotClear(Slot(0)),), dropped=(C, B))
+    assert slots.find_slot(B) is None
+    assert slots.lacks_copy(B)
+    slots.check()
+
+
+def test_copies_in_use_and_pinned_ones_stay() -> None:
+    slots = small_host(d=30)
+    for adapter_id in (A, B, C):
+        fetch(slots, adapter_id)
+    slots.set_pinned({B})
+    assert slots.make_host_room(D, in_use=(A,)) is None
+    assert not slots.can_place(D, in_use=(A,))
+    slots.set_pinned(())
+    assert fetch(slots, D, in_use=(A,)).dropped == (B, C)
+
+
+def test_a_copy_that_failed_to_come_leaves_its_room() -> None:
+    slots = small_host()
+    slots.make_host_room(A, in_use=())
+    slots.host.failed(A)
+    assert slots.lacks_copy(A)
+    assert slots.host.used_bytes == 0
+
+
+def test_an_adapter_may_be_forgotten_while_its_copy_is_on_its_way() -> None:
+    slots = small_host()
+    slots.make_host_room(A, in_use=())
+    assert slots.forget(A) == Room((), ())
+    assert slots.host.used_bytes == 0
+    slots.check()
+
+
+def test_a_reload_after_the_copy_was_gone_has_a_new_generation() -> None:
+    slots = small_host(b=40)
+    fetch(slots, A)
+    (first,) = slots.place(A, in_use=()) or ()
+    fetch(slots, B)
+    fetch(slots, A)
+    (again,) = slots.place(A, in_use=()) or ()
+    assert (first, again) == (SlotLoad(Slot(0), A, 1), SlotLoad(Slot(0), A, 2))
+
+
 class ResidencyWalk(RuleBasedStateMachine):
     """Carries out the orders on a table of slots of its own and compares."""
 
@@ -209,7 +288,9 @@ class ResidencyWalk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.residency = Residency(3, 100)
+        self.residency = Residency(3, 100, host_bytes=150)
+        self.copies: set[AdapterId] = set()
+        self.fetching: set[AdapterId] = set()
         self.sizes: dict[AdapterId, int] = {}
         self.pinned: set[AdapterId] = set()
         self.table: dict[Slot, AdapterId] = {}
@@ -225,8 +306,33 @@ class ResidencyWalk(RuleBasedStateMachine):
             self.pinned = pinned
 
     @rule(adapter_id=ids, in_use=st.sets(ids))
+    def begin_fetch(self, adapter_id: AdapterId, in_use: set[AdapterId]) -> None:
+        if adapter_id not in self.sizes or adapter_id in self.copies | self.fetching:
+            return
+        foretold = self.residency.has_host_room(adapter_id, in_use)
+        room = self.residency.make_host_room(adapter_id, in_use)
+        assert foretold == (room is not None)
+        if room is None:
+            assert self.fetching or self.copies & (in_use | self.pinned)
+            return
+        self.give_up(room)
+        assert not set(room.dropped) & (in_use | self.pinned)
+        self.fetching.add(adapter_id)
+
+    @rule(adapter_id=ids, arrives=st.booleans())
+    def end_fetch(self, adapter_id: AdapterId, arrives: bool) -> None:
+        if adapter_id not in self.fetching:
+            return
+        self.fetching.remove(adapter_id)
+        if arrives:
+            self.residency.host.arrived(adapter_id)
+            self.copies.add(adapter_id)
+        else:
+            self.residency.host.failed(adapter_id)
+
+    @rule(adapter_id=ids, in_use=st.sets(ids))
     def place(self, adapter_id: AdapterId, in_use: set[AdapterId]) -> None:
-        if adapter_id not in self.sizes:
+        if adapter_id not in self.copies:
             return
         before = dict(self.table)
         orders = self.residency.place(adapter_id, in_use)
@@ -245,8 +351,8 @@ class ResidencyWalk(RuleBasedStateMachine):
     @rule(adapter_id=ids)
     def forget(self, adapter_id: AdapterId) -> None:
         if adapter_id in self.sizes:
-            order = self.residency.forget(adapter_id)
-            self.carry_out(() if order is None else (order,))
+            self.give_up(self.residency.forget(adapter_id))
+            self.fetching.discard(adapter_id)
             del self.sizes[adapter_id]
             self.pinned.discard(adapter_id)
 
@@ -258,6 +364,15 @@ class ResidencyWalk(RuleBasedStateMachine):
         }
         assert self.residency.num_resident == len(self.table)
         assert self.residency.used_bytes == sum(self.sizes[a] for a in self.table.values())
+        held = self.copies | self.fetching
+        assert self.residency.host.used_bytes == sum(self.sizes[a] for a in held)
+        assert {a for a in self.sizes if a in self.residency.host} == self.copies
+        assert {a for a in self.sizes if self.residency.lacks_copy(a)} == self.sizes.keys() - held
+
+    def give_up(self, room: Room) -> None:
+        self.carry_out(room.orders)
+        assert not set(room.dropped) & set(self.table.values()), "a slot without a copy"
+        self.copies -= set(room.dropped)
 
     def carry_out(self, orders: tuple[SlotOrder, ...]) -> None:
         for order in orders:
@@ -268,5 +383,5 @@ class ResidencyWalk(RuleBasedStateMachine):
                 del self.table[order.slot]
 
 
-ResidencyWalk.TestCase.settings = settings(max_examples=60, deadline=None)
+ResidencyWalk.TestCase.settings = settings(max_examples=400, deadline=None)
 TestResidencyWalk = ResidencyWalk.TestCase

@@ -15,6 +15,7 @@ from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
+from tests.unit.residents import add_with_copy
 
 
 class Bench:
@@ -32,9 +33,9 @@ class Bench:
     ) -> None:
         self.now = 0.0
         self.blocks = BlockAllocator(num_blocks)
-        self.residency = Residency(num_slots, 100)
+        self.residency = Residency(num_slots, 100, host_bytes=1000)
         for name in adapters:
-            self.residency.add(AdapterId(name), 1)
+            add_with_copy(self.residency, name, 1)
         limits = Limits(max_num_seqs, max_step_tokens, block_size=4)
         drains = Drains(max_wait, lambda: self.now)
         self.scheduler = Scheduler(limits, self.blocks, self.residency, drains=drains)
@@ -591,7 +592,7 @@ def test_a_drain_for_nobody_ends() -> None:
 def test_a_large_adapter_may_need_several_slots() -> None:
     bench = Bench(num_slots=3, max_num_seqs=8, num_blocks=64, max_wait=2.0, adapters="ab")
     for name, size in (("x", 40), ("y", 40), ("large", 90)):
-        bench.residency.add(AdapterId(name), size)
+        add_with_copy(bench.residency, name, size)
         bench.add(4, name, room=40)
     bench.step()
     bench.now = 2.0

@@ -4,20 +4,37 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Set
+from dataclasses import dataclass
 
+from loramux.adapters.host_tier import HostTier
 from loramux.plan import SlotClear, SlotLoad, SlotOrder
 from loramux.types import AdapterId, Slot
 
 
-class Residency:
-    """Slots and device bytes, given to adapters in use and taken from the one idle the longest.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What makes room for a copy in host memory."""
 
-    Every load has a new generation, so weights that were evicted and loaded again can never be
+    orders: tuple[SlotOrder, ...]
+    """Free the slots of those that lose theirs."""
+    dropped: tuple[AdapterId, ...]
+    """Lose their copies, after that."""
+
+
+class Residency:
+    """Slots and bytes, given to adapters in use and taken from the one idle the longest.
+
+    An adapter that is known has, from tier to tier: nothing (its source has it), a copy in host
+    memory, a slot as well. A slot needs the copy, and whoever loses the copy loses the slot. Every
+    load has a new generation, so weights that were evicted and loaded again can never be
     mistaken for those a stale table still points at. The base model is slot ``num_slots``.
     """
 
-    def __init__(self, num_slots: int, capacity_bytes: int) -> None:
+    def __init__(self, num_slots: int, capacity_bytes: int, host_bytes: int) -> None:
+        """``capacity_bytes`` are the device's; the host has at least as many."""
+        assert host_bytes >= capacity_bytes, "whatever has a slot has a copy as well"
         self.num_slots = num_slots
+        self.host = HostTier(host_bytes)
         self.capacity_bytes = capacity_bytes
         self.num_evictions = 0
         self._bytes: dict[AdapterId, int] = {}
@@ -77,8 +94,31 @@ class Residency:
         return None
 
     def add(self, adapter_id: AdapterId, num_bytes: int) -> None:
-        """Make an adapter known whose host copy exists and to which there is no objection."""
+        """Make an adapter known to which there is no objection; it has no copy yet."""
         self._bytes[adapter_id] = num_bytes
+
+    def lacks_copy(self, adapter_id: AdapterId) -> bool:
+        """Whether an adapter has no copy in host memory, and none is on its way."""
+        return adapter_id not in self.host and adapter_id not in self.host.fetching
+
+    def has_host_room(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> bool:
+        """Whether a copy is there, on its way, or ``make_host_room`` would find room for one."""
+        return not self.lacks_copy(adapter_id) or self.host.has_room(
+            self._bytes[adapter_id], {*in_use, *self._pinned}
+        )
+
+    def make_host_room(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> Room | None:
+        """Begin to fetch an adapter's copy, or None if it must wait; then nothing changes.
+
+        Adapters ``in_use`` and pinned ones keep their copies.
+        """
+        kept = {*in_use, *self._pinned}
+        victims = self.host.make_room(adapter_id, self._bytes[adapter_id], kept)
+        if victims is None:
+            return None
+        resident = [victim for victim in victims if victim in self._slot_of]
+        self.num_evictions += len(resident)
+        return Room(tuple(SlotClear(self._vacate(v)) for v in resident), tuple(victims))
 
     def set_pinned(self, adapter_ids: Collection[AdapterId]) -> None:
         """Pin these and no others: a pinned adapter keeps its slot while idle, once it has one."""
@@ -102,9 +142,12 @@ class Residency:
         return self._slot_of.get(adapter_id)
 
     def can_place(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> bool:
-        """Whether ``place`` would make the adapter resident."""
-        resident = adapter_id in self._slot_of
-        return resident or self._victims(self._bytes[adapter_id], in_use) is not None
+        """Whether ``place`` would make the adapter resident, once its copy is there."""
+        if adapter_id in self._slot_of:
+            return True
+        if not self.has_host_room(adapter_id, in_use):
+            return False
+        return self._victims(self._bytes[adapter_id], in_use) is not None
 
     def place(
         self, adapter_id: AdapterId, in_use: Collection[AdapterId]
@@ -113,6 +156,8 @@ class Residency:
 
         Adapters ``in_use`` keep their slots. Nothing changes when the answer is None.
         """
+        assert adapter_id in self.host, "an adapter is placed whose copy is not there"
+        self.host.touch(adapter_id)
         if adapter_id in self._slot_of:
             self._slot_of.move_to_end(adapter_id)
             return ()
@@ -130,13 +175,15 @@ class Residency:
     def note_idle(self, adapter_id: AdapterId) -> None:
         """The last sequence of a resident adapter has ended: its idle time begins."""
         self._slot_of.move_to_end(adapter_id)
+        self.host.touch(adapter_id)
 
-    def forget(self, adapter_id: AdapterId) -> SlotClear | None:
-        """Drop an adapter that nobody uses; the order that frees its slot, if it has one."""
+    def forget(self, adapter_id: AdapterId) -> Room:
+        """Drop an adapter that nobody uses, in every tier."""
         slot = self._vacate(adapter_id) if adapter_id in self._slot_of else None
         del self._bytes[adapter_id]
         self._pinned.discard(adapter_id)
-        return None if slot is None else SlotClear(slot)
+        dropped = (adapter_id,) if self.host.forget(adapter_id) else ()
+        return Room(() if slot is None else (SlotClear(slot),), dropped)
 
     def check(self) -> None:
         """Assert that slots and bytes add up."""
@@ -144,6 +191,8 @@ class Residency:
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or held twice"
         assert self._used_bytes == sum(self._bytes[a] for a in self._slot_of)
         assert self._used_bytes <= self.capacity_bytes
+        self.host.check()
+        assert all(adapter_id in self.host for adapter_id in self._slot_of), "a slot without a copy"
         assert self._pinned <= self._bytes.keys()
         assert not self._pinned or len(self._pinned) < self.num_slots, "no slot left by the pins"
         for adapter_id in self._bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from loramux.adapters.catalog import Catalog, Entry
-from loramux.adapters.residency import Residency
+from loramux.adapters.residency import Residency, Room
 from loramux.adapters.sources import AdapterSources, shown_source
 from loramux.adapters.spec import PreparedAdapter
 from loramux.engine.interface import Worker
+from loramux.engine.origins import Origin
 from loramux.errors import AdapterRefused
 from loramux.types import AdapterId, AdapterInfo, SourceRules
 
@@ -23,11 +24,22 @@ class AdapterDesk:
         self._catalog = catalog
         self._residency = residency
         self._worker = worker
+        self._origins: dict[AdapterId, Origin] = {}
 
     def register(
-        self, name: str, source: str, prepared: PreparedAdapter, *, pinned: bool, replace: bool
+        self,
+        name: str,
+        source: str,
+        prepared: PreparedAdapter,
+        *,
+        pinned: bool,
+        replace: bool,
+        in_use: Collection[AdapterId],
+        rules: SourceRules | None = None,
     ) -> AdapterInfo:
-        """Give an adapter that has been read a name.
+        """Give an adapter that has been read a name. It stays in host memory if there is room.
+
+        Adapters ``in_use`` make none; ``rules`` bound its source whenever it is fetched again.
 
         Raises AdapterExists, or AdapterRefused if it could never have a slot; then nothing changes.
         """
@@ -40,8 +52,10 @@ class AdapterDesk:
         if objection is not None:
             raise AdapterRefused(name, [objection])
         if not self._residency.knows(adapter_id):
-            self._worker.install(prepared)
             self._residency.add(adapter_id, prepared.num_bytes)
+        if self._residency.lacks_copy(adapter_id) and self._make_room(adapter_id, in_use):
+            self._keep(prepared)
+        self._origins[adapter_id] = Origin(adapter_id, name, source, rules)
         entry = Entry(
             name=name,
             adapter_id=adapter_id,
@@ -74,16 +88,56 @@ class AdapterDesk:
 
     def check(self) -> None:
         """Assert that residency and catalog know of the same adapters and pins."""
-        assert self._residency.known() == self._catalog.held(), "an adapter leaked or is lost"
+        known = self._residency.known()
+        assert known == self._catalog.held(), "an adapter leaked or is lost"
+        assert known == self._origins.keys()
         assert self._residency.pinned == {e.adapter_id for e in self._catalog if e.pinned}
+
+    def begin_fetch(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> Origin | None:
+        """Make room for an adapter's copy; where it is to be fetched. None if it must wait."""
+        if not self._make_room(adapter_id, in_use):
+            return None
+        return self._origins[adapter_id]
+
+    def fetched(self, origin: Origin, prepared: PreparedAdapter) -> str | None:
+        """The copy of an adapter is there; what is wrong with it, if it is no copy of that one."""
+        if origin.adapter_id not in self._residency.host.fetching:
+            return None  # nobody holds the adapter any more
+        if prepared.adapter_id != origin.adapter_id:
+            self._residency.host.failed(origin.adapter_id)
+            return (
+                f"{shown_source(origin.source)} holds another adapter now than when it was loaded: "
+                "load it again with load_inplace"
+            )
+        self._keep(prepared)
+        return None
+
+    def fetch_failed(self, origin: Origin) -> None:
+        """No copy of an adapter will come."""
+        if origin.adapter_id in self._residency.host.fetching:
+            self._residency.host.failed(origin.adapter_id)
+
+    def _make_room(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> bool:
+        room = self._residency.make_host_room(adapter_id, in_use)
+        if room is not None:
+            self._give_up(room)
+        return room is not None
+
+    def _keep(self, prepared: PreparedAdapter) -> None:
+        self._worker.install(prepared)
+        self._residency.host.arrived(prepared.adapter_id)
+
+    def _give_up(self, room: Room) -> None:
+        if room.orders:
+            self._worker.apply(room.orders)
+        for adapter_id in room.dropped:
+            self._worker.drop(adapter_id)
 
     def _let_go(self, adapter_ids: Iterable[AdapterId]) -> None:
         """Free adapters that no name and no request holds, in every tier."""
         for adapter_id in adapter_ids:
-            order = self._residency.forget(adapter_id)
-            if order is not None:
-                self._worker.apply((order,))
-            self._worker.drop(adapter_id)
+            self._give_up(self._residency.forget(adapter_id))
+            del self._origins[adapter_id]
 
     def _settle_pins(self) -> None:
         """An id is pinned while one of its names is, not while requests alone hold it."""
@@ -98,6 +152,7 @@ class AdapterDesk:
             max_rank=entry.max_rank,
             pinned=entry.pinned,
             slot=self._residency.find_slot(entry.adapter_id),
+            in_host_memory=entry.adapter_id in self._residency.host,
             in_flight=self._catalog.in_flight(entry.adapter_id),
             warnings=entry.warnings,
         )

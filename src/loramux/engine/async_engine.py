@@ -15,7 +15,9 @@ from loramux.adapters.sources import AdapterSources
 from loramux.engine.adapters import read_adapter
 from loramux.engine.admission import Admission
 from loramux.engine.core import EngineCore
+from loramux.engine.fetcher import Fetcher, Outcome
 from loramux.engine.interface import EngineText, Worker
+from loramux.engine.origins import Origin
 from loramux.errors import EngineStopped, InvalidRequest, LoramuxError, TooManyRequests
 from loramux.types import (
     AdapterInfo,
@@ -97,6 +99,7 @@ class AsyncEngine:
         self._worker = worker
         self._admission = admission
         self._sources = sources or AdapterSources()
+        self._fetcher = Fetcher(worker, self._sources, self._take)
         self._reading = asyncio.Semaphore(_MAX_READS)
         self._max_open = max_open
         self._adapters_at_start = tuple(adapters)
@@ -180,8 +183,8 @@ class AsyncEngine:
                 lambda: read_adapter(self._worker, self._sources, name, source, rules)
             )
         return await self._call(
-            lambda: self._core.adapters.register(
-                name, source, prepared, pinned=pinned, replace=load_inplace
+            lambda: self._core.register(
+                name, source, prepared, pinned=pinned, replace=load_inplace, rules=rules
             )
         )
 
@@ -255,8 +258,9 @@ class AsyncEngine:
     def _run(self) -> None:
         failure = "the engine has been stopped"
         try:
-            while self._run_commands(wait=not self._core.has_work):
+            while self._run_commands(wait=not self._core.can_step):
                 self._send(self._core.step())
+                self._fetcher.start(self._core.take_fetches())
             self._core.step()  # one may be in flight; its requests have been aborted
         except BaseException as error:
             log.exception("the engine has failed")
@@ -275,7 +279,16 @@ class AsyncEngine:
             if command is None:
                 return False
             self._send(command())
-            wait = False
+            self._fetcher.start(self._core.take_fetches())
+            wait = wait and not self._core.can_step
+
+    def _take(self, origin: Origin, outcome: Outcome) -> None:
+        """An adapter has been fetched, or not; called in a thread of the fetcher."""
+        if isinstance(outcome, str):
+            error = outcome
+            self._commands.put(lambda: self._core.fetch_failed(origin, error))
+        else:
+            self._commands.put(lambda: self._core.fetched(origin, outcome))
 
     def _send(self, deltas: Sequence[Delta] | None) -> None:
         if deltas:

@@ -173,6 +173,7 @@ def assemble(
         num_blocks=num_blocks,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
+        host_bytes=options.adapters.host_bytes(arena_bytes),
         eos_token_ids=model.eos_token_ids,
         adapter_max_wait=options.adapters.adapter_max_wait,
     )

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 
 from loramux.adapters.catalog import Catalog
 from loramux.adapters.residency import Residency
+from loramux.adapters.spec import PreparedAdapter
 from loramux.engine.adapters import AdapterDesk
 from loramux.engine.answer import Answer
 from loramux.engine.interface import EngineText, LaunchedStep, Worker
+from loramux.engine.origins import Origin
 from loramux.errors import EngineStopped
 from loramux.plan import SequenceResult, SequenceStep
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
-from loramux.types import Delta, EngineStats, RequestId
+from loramux.types import AdapterInfo, Delta, EngineStats, RequestId, SourceRules
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class EngineCore:
         num_blocks: int,
         num_slots: int,
         arena_bytes: int,
+        host_bytes: int,
         eos_token_ids: Collection[int],
         adapter_max_wait: float,
         clock: Callable[[], float] = time.monotonic,
@@ -63,7 +66,7 @@ class EngineCore:
         self._text = text
         self._eos_token_ids = frozenset(eos_token_ids)
         self._blocks = BlockAllocator(num_blocks)
-        self._residency = Residency(num_slots, arena_bytes)
+        self._residency = Residency(num_slots, arena_bytes, host_bytes)
         self.adapters = AdapterDesk(catalog, self._residency, worker)
         self._answers: dict[RequestId, Answer] = {}
         self._scheduler = Scheduler(
@@ -81,6 +84,65 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         return self._in_flight is not None or self._scheduler.has_work
+
+    @property
+    def can_step(self) -> bool:
+        """Whether ``step`` has something to do; if not, all requests wait for ``fetched``."""
+        return self._in_flight is not None or self._scheduler.can_step
+
+    def register(
+        self,
+        name: str,
+        source: str,
+        prepared: PreparedAdapter,
+        *,
+        pinned: bool = False,
+        replace: bool = False,
+        rules: SourceRules | None = None,
+    ) -> AdapterInfo:
+        """Give an adapter that has been read a name. Raises AdapterExists or AdapterRefused."""
+        return self.adapters.register(
+            name,
+            source,
+            prepared,
+            pinned=pinned,
+            replace=replace,
+            in_use=self._scheduler.keep_copies_from(prepared.adapter_id),
+            rules=rules,
+        )
+
+    def take_fetches(self) -> list[Origin]:
+        """Adapters to be read again now, for requests that wait: the first in line first.
+
+        Each ends in ``fetched`` or ``fetch_failed``. To be asked after whatever may change the
+        queue or the room: new requests, a step, a fetch that has ended.
+        """
+        begun: list[Origin] = []
+        for adapter_id in self._scheduler.wanted_copies():
+            kept = self._scheduler.keep_copies_from(adapter_id)
+            origin = self.adapters.begin_fetch(adapter_id, kept)
+            if origin is not None:
+                self._scheduler.note_fetch(adapter_id)
+                begun.append(origin)
+        return begun
+
+    def fetched(self, origin: Origin, prepared: PreparedAdapter) -> list[Delta]:
+        """Take an adapter that ``take_fetches`` asked for; deltas of requests that end by it."""
+        problem = self.adapters.fetched(origin, prepared)
+        return [] if problem is None else self._fail_waiting(origin, problem)
+
+    def fetch_failed(self, origin: Origin, error: str) -> list[Delta]:
+        """End the requests that wait for an adapter that cannot be read."""
+        self.adapters.fetch_failed(origin)
+        return self._fail_waiting(origin, error)
+
+    def _fail_waiting(self, origin: Origin, error: str) -> list[Delta]:
+        deltas = []
+        for request in self._scheduler.requests_of(origin.adapter_id):
+            deltas.append(self._answers[request.request_id].fail(error))
+            self._finish(request)
+            self._counters.finished += 1
+        return deltas
 
     def check_alive(self) -> None:
         """Raise EngineStopped if a step has failed."""
@@ -141,6 +203,9 @@ class EngineCore:
             requests_finished=counters.finished,
             requests_aborted=counters.aborted,
             adapter_bytes=self._residency.used_bytes,
+            host_bytes=self._residency.host.used_bytes,
+            host_adapters=len(self._residency.host),
+            host_evictions=self._residency.host.num_evictions,
             last_step_adapters=counters.last_step_adapters,
             max_step_adapters=counters.max_step_adapters,
             step_seconds=counters.step_seconds,
@@ -162,7 +227,8 @@ class EngineCore:
     def _step(self) -> list[Delta]:
         current = self._in_flight or self._launch()
         if current is None:
-            assert not self.has_work, "requests wait that can never run"
+            fetches = self._residency.host.fetching or self._scheduler.wanted_copies()
+            assert fetches or not self.has_work, "requests wait that can never run"
             return []
         # The next step first, so that the device goes on while the host waits and commits.
         self._in_flight = self._launch() if self._can_run_ahead_of(current.step) else None

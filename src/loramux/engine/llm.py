@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 from loramux.config import EngineOptions
 from loramux.engine.adapters import read_adapter
 from loramux.engine.build import Parts, build_parts
+from loramux.engine.fetcher import Fetcher, Outcome
+from loramux.engine.origins import Origin
 from loramux.errors import InvalidRequest
 from loramux.types import (
     AdapterInfo,
@@ -55,6 +58,10 @@ class LLM:
         self._worker = parts.worker
         self._admission = parts.admission
         self._sources = parts.sources
+        self._fetched: SimpleQueue[tuple[Origin, Outcome]] = SimpleQueue()
+        self._fetcher = Fetcher(
+            parts.worker, parts.sources, lambda *fetched: self._fetched.put(fetched)
+        )
         self.text = parts.text
         for name, source in adapters.items():
             self.load_adapter(name, source)
@@ -100,7 +107,7 @@ class LLM:
         """Read, check and name an adapter. Raises AdapterError with every reason."""
         self._admission.catalog.check_name(name, replace=replace)
         prepared = read_adapter(self._worker, self._sources, name, source)
-        return self._core.adapters.register(name, source, prepared, pinned=False, replace=replace)
+        return self._core.register(name, source, prepared, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
         """Free an adapter. Raises UnknownAdapter."""
@@ -121,13 +128,28 @@ class LLM:
                 self._core.add(sequences)
                 outputs[sequences[0].parent_id] = _Output(request, len(sequences))
             while self._core.has_work:
-                for delta in self._core.step():
+                self._fetcher.start(self._core.take_fetches())
+                for delta in [*self._take_fetched(), *self._core.step()]:
                     outputs[delta.request_id].push(delta)
         except BaseException:
             for request_id in outputs:
                 self._core.abort(request_id)
             raise
         return [output.finished(request_id) for request_id, output in outputs.items()]
+
+    def _take_fetched(self) -> list[Delta]:
+        """Adapters that have been fetched; waits for one where no step can be made without."""
+        deltas: list[Delta] = []
+        while not (self._fetched.empty() and self._core.can_step):
+            origin, outcome = self._fetched.get()
+            if isinstance(outcome, str):
+                deltas += self._core.fetch_failed(origin, outcome)
+            else:
+                deltas += self._core.fetched(origin, outcome)
+            if not self._core.has_work:
+                break
+            self._fetcher.start(self._core.take_fetches())
+        return deltas
 
 
 class _Output:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 
 from loramux.types import AdapterId
@@ -37,10 +37,29 @@ class Drains:
         """Whether sequences of an adapter must not start, though it has a slot."""
         return adapter_id in self._drains
 
-    def comes_later(self, adapter_id: AdapterId) -> bool:
-        """Whether an adapter without a slot must leave the next one to another."""
-        limit = self._clock() - self._max_wait
-        late = {a: since for a, since in self._waits_since.items() if since <= limit}
+    def is_late(self, adapter_id: AdapterId) -> bool:
+        """Whether an adapter has waited too long."""
+        since = self._waits_since.get(adapter_id)
+        return since is not None and since <= self._clock() - self._max_wait
+
+    def may_push_aside(self, adapter_id: AdapterId, other: AdapterId) -> bool:
+        """Whether an adapter that has waited too long comes before another that waits.
+
+        It does unless the other has waited at least as long: so two never take turns in pushing
+        each other aside.
+        """
+        if not self.is_late(adapter_id):
+            return False
+        since = self._waits_since.get(other)
+        return since is None or self._waits_since[adapter_id] < since
+
+    def comes_later(self, adapter_id: AdapterId, ready: Container[AdapterId]) -> bool:
+        """Whether an adapter without a slot must leave the next one to another.
+
+        Only those that are ``ready`` to take one come before it.
+        """
+        waits = self._waits_since.items()
+        late = {a: since for a, since in waits if a in ready and self.is_late(a)}
         return bool(late) and adapter_id != min(late, key=late.__getitem__)
 
     def overdue(self) -> list[AdapterId]:
@@ -76,10 +95,14 @@ class Drains:
             self._drains |= dict.fromkeys(drained, _Drain(adapter_id, now))
             self.num_drains += len(drained)
 
+    def pause(self, adapter_id: AdapterId) -> None:
+        """An adapter is not ready for a slot: nobody is drained for it until it waits again."""
+        self._drains = {a: d for a, d in self._drains.items() if d.beneficiary != adapter_id}
+
     def note_no_wait(self, adapter_id: AdapterId) -> None:
         """An adapter has a slot now, or nothing to start any more."""
         self._waits_since.pop(adapter_id, None)
-        self._drains = {a: d for a, d in self._drains.items() if d.beneficiary != adapter_id}
+        self.pause(adapter_id)
 
     def check(self, waiting: Collection[AdapterId]) -> None:
         """Assert that only those wait, and are drained for, that have sequences to start."""

@@ -124,6 +124,31 @@ class Scheduler:
             self._waiting.remove(request)
             self._end_wait_without(request.adapter_id)
 
+    @property
+    def can_step(self) -> bool:
+        """Whether a request could take part in a step; others wait for copies of their adapters."""
+        return bool(self._running) or any(self._has_copy(r.adapter_id) for r in self._waiting)
+
+    def wanted_copies(self) -> list[AdapterId]:
+        """Adapters without a copy in host memory that requests wait for, in their order."""
+        wanted = dict.fromkeys(r.adapter_id for r in self._waiting)
+        return [a for a in wanted if a is not None and self._residency.lacks_copy(a)]
+
+    def keep_copies_from(self, adapter_id: AdapterId) -> set[AdapterId]:
+        """Whose copies must stay for what an adapter needs: of those that run, and of those that
+        wait, unless it has waited too long itself and for longer."""
+        waiting = {r.adapter_id for r in self._waiting if r.adapter_id is not None}
+        pushed = {a for a in waiting if self._drains.may_push_aside(adapter_id, a)}
+        return (waiting - pushed) | self._running_adapters.keys()
+
+    def note_fetch(self, adapter_id: AdapterId) -> None:
+        """An adapter's copy is on its way now, and its slot is not needed before it is there."""
+        self._drains.pause(adapter_id)
+
+    def requests_of(self, adapter_id: AdapterId) -> list[Request]:
+        """The waiting requests of an adapter."""
+        return [r for r in self._waiting if r.adapter_id == adapter_id]
+
     def schedule(self) -> Step | None:
         """The next step, or None when nobody can take part in one. It must be launched."""
         self._retire()
@@ -272,21 +297,35 @@ class Scheduler:
     def _can_have_slot(self, adapter_id: AdapterId | None) -> bool:
         if adapter_id is None:
             return True
+        if not self._has_copy(adapter_id):
+            return False
         if self._residency.find_slot(adapter_id) is None:
-            if self._drains.comes_later(adapter_id):
+            if self._drains.comes_later(adapter_id, ready=self._residency.host):
                 return False
         elif self._drains.is_draining(adapter_id):
             return False
         return self._residency.can_place(adapter_id, self._running_adapters.keys())
 
+    def _has_copy(self, adapter_id: AdapterId | None) -> bool:
+        return adapter_id is None or adapter_id in self._residency.host
+
     def _wait_for_slot(self, adapter_id: AdapterId | None) -> None:
-        if adapter_id is not None and not self._drains.is_draining(adapter_id):
+        if adapter_id is None or self._is_only_fetched(adapter_id):
+            return
+        if not self._drains.is_draining(adapter_id):
             self._drains.note_wait(
                 adapter_id,
                 self._running_adapters,
                 self._residency.pinned,
                 self._residency.can_place,
             )
+
+    def _is_only_fetched(self, adapter_id: AdapterId) -> bool:
+        """Whether an adapter waits for its source alone, and takes nothing from others."""
+        if self._has_copy(adapter_id):
+            return False
+        in_use = self.keep_copies_from(adapter_id)
+        return self._residency.has_host_room(adapter_id, in_use)
 
     def _take_slot(self, adapter_id: AdapterId) -> tuple[SlotOrder, ...]:
         orders = self._residency.place(adapter_id, in_use=self._running_adapters.keys())

@@ -19,6 +19,8 @@ _GAUGES = {
     "slots_used": ("adapter_slots_used", "Adapter slots in use"),
     "slots_total": ("adapter_slots", "Adapter slots in all"),
     "adapter_bytes": ("adapter_bytes", "Bytes of adapter weights on the device"),
+    "host_bytes": ("adapter_host_bytes", "Bytes of adapter weights in host memory"),
+    "host_adapters": ("adapters_in_host_memory", "Adapters with a copy in host memory"),
     "last_step_adapters": ("step_adapters", "Distinct adapters in the newest step"),
     "max_step_adapters": ("step_adapters_max", "Most distinct adapters in one step so far"),
 }
@@ -30,6 +32,10 @@ _COUNTERS = {
     "preemptions": ("preemptions", "Sequences put back to the queue for want of blocks or slots"),
     "slot_drains": ("slot_drains", "Adapters in use that gave up their slot to one that waited"),
     "slot_loads": ("adapter_slot_loads", "Adapters copied into a slot"),
+    "host_evictions": (
+        "adapter_host_evictions",
+        "Adapters whose host copy was dropped for another",
+    ),
     "slot_evictions": ("adapter_slot_evictions", "Adapters that gave up their slot to another"),
     "requests_finished": ("requests_finished", "Requests that ran to their end"),
     "requests_aborted": ("requests_aborted", "Requests that were aborted"),

@@ -134,6 +134,9 @@ class FakeEngine:
             output_tokens=self.counts.output_tokens,
             preemptions=0,
             slot_drains=0,
+            host_bytes=0,
+            host_adapters=0,
+            host_evictions=0,
             slot_loads=len(self._adapters),
             slot_evictions=0,
             requests_finished=self.counts.finished,
@@ -236,5 +239,6 @@ def _adapter_info(name: str, source: str, *, pinned: bool) -> AdapterInfo:
         max_rank=8,
         pinned=pinned,
         slot=None,
+        in_host_memory=True,
         in_flight=0,
     )
