@@ -219,6 +219,9 @@ class GenerationRequest:
     model: str | None = None
     """None: the base model."""
     request_id: RequestId | None = None
+    codec: object = None
+    """The ``TextCodec`` that the tokens are for: an adapter with another one is not to have them.
+    None: anybody's."""
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapters.catalog import Catalog
+from loramux.adapters.sources import AdapterSources
+from loramux.engine.adapters import AdapterReader, IncomingAdapter
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.core import EngineCore
+from loramux.engine.languages import Language, Languages
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits
 from loramux.testing import FakeCodec, FakeWorker, expected_tokens
@@ -114,18 +117,19 @@ class SmallEngine:
             runs_ahead=runs_ahead,
         )
         self.catalog = Catalog("base")
-        self.text = FakeCodec()
+        self.languages = Languages(Language(FakeCodec(), frozenset(eos)), self.read_language)
         self.core = EngineCore(
             self.worker,
-            self.text,
+            self.languages,
             self.catalog,
             limits=Limits(max_num_seqs, max_step_tokens, block_size),
             num_blocks=num_blocks,
             num_slots=num_slots,
             arena_bytes=arena_bytes,
-            eos_token_ids=eos,
         )
-        self.admission = Admission(self.catalog, RequestLimits(max_model_len, VOCAB_SIZE))
+        limits = RequestLimits(max_model_len, VOCAB_SIZE)
+        self.admission = Admission(self.catalog, limits, self.languages)
+        self.reader = AdapterReader(self.worker, AdapterSources(), self.languages)
         self.outcomes: dict[RequestId, list[Outcome]] = {}
         self.sequences: list[Request] = []
         """All that were ever submitted."""
@@ -137,10 +141,14 @@ class SmallEngine:
     ) -> AdapterInfo:
         """Register ``source`` (by default the name itself, which is then also its id)."""
         source = source or name
-        prepared = self.worker.read_adapter(name, Path(source))
-        info = self.core.adapters.register(name, source, prepared, pinned=pinned, replace=replace)
+        incoming = IncomingAdapter(self.worker.read_adapter(name, Path(source)))
+        info = self.core.adapters.register(name, source, incoming, pinned=pinned, replace=replace)
         self.core.check()
         return info
+
+    def read_language(self, name: str, directory: Path, vocab_size: int) -> Language:
+        """One that ends with the token before the last, and is another for each folder."""
+        return Language(FakeCodec(), frozenset({*self.eos, vocab_size - 2}), str(directory))
 
     def unload(self, name: str) -> None:
         self.core.adapters.unregister(name)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loramux.adapters.catalog import Catalog, Entry
 from loramux.engine.admission import Admission, Limits
+from loramux.engine.languages import Language, Languages
 from loramux.errors import InvalidRequest, UnknownModel
 from loramux.scheduling.request import Request
+from loramux.testing import FakeCodec
 from loramux.types import AdapterId, GenerationRequest, RequestId, SamplingParams
 
 A = AdapterId("id-a")
@@ -20,7 +23,12 @@ def admission() -> Admission:
     """A context of 10 tokens out of 100, and an adapter ``a``."""
     catalog = Catalog("base")
     catalog.add(Entry("a", A, source="here", num_bytes=1, max_rank=8))
-    return Admission(catalog, Limits(max_model_len=10, vocab_size=100))
+    languages = Languages(Language(FakeCodec(), frozenset()), no_language)
+    return Admission(catalog, Limits(max_model_len=10, vocab_size=100), languages)
+
+
+def no_language(name: str, directory: Path, vocab_size: int) -> Language:
+    raise AssertionError("no adapter is read here")
 
 
 def admit(

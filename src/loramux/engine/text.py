@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from loramux.errors import InvalidRequest
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer writes for bytes that are no whole character, or not yet."""
 
 _MORE_BYTES = 3
@@ -108,7 +108,7 @@ class Detokenizer:
             return ""  # however many come in a row, they never have to be decoded
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
-        if not text.endswith(_UNFINISHED):
+        if not text.endswith(UNFINISHED):
             return self._show(len(self._pending), text)
         return self._show_settled(text)
 
