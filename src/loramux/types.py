@@ -173,6 +173,8 @@ class AdapterInfo:
     slot: int | None
     in_flight: int
     warnings: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    """Its tokens, where they are more than the base's."""
 
 
 @dataclass(frozen=True, slots=True)

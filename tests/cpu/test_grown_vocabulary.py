@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from typer.testing import CliRunner
 
 from loramux import LLM, SamplingParams
+from loramux.cli.main import app
 from loramux.errors import AdapterRefused, InvalidRequest
 from loramux.types import RequestOutput
 from tests.cpu.architectures import ARCHITECTURES, VOCAB, build
@@ -306,9 +309,24 @@ def test_what_is_not_certain_is_refused(name: str, tmp_path: Path) -> None:
         llm.load_adapter("a", str(tmp_path / "a"))
 
 
-def test_an_adapter_tells_its_size_and_its_copies(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["modules_to_save", "bias_of_head", "tokens_tied"])
+def test_inspecting_tells_the_vocabulary_and_the_size(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    write(kind, tmp_path / "grown")
+    base_of(kind).save_pretrained(tmp_path / "base")
+    llm = LLM.over(assemble_tiny(base_of(kind)))
+    info = llm.load_adapter("grown", str(tmp_path / "grown"))
+    arguments = ["inspect", str(tmp_path / "grown"), "--base", str(tmp_path / "base")]
+    found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert (found["verdict"], found["vocab_size"], info.vocab_size) == ("serveable", GROWN, GROWN)
+    assert found["bytes"]["block"] == info.num_bytes
+    assert f"{GROWN} tokens, more than the base's" in CliRunner().invoke(app, arguments).stdout
+    alone = json.loads(CliRunner().invoke(app, [*arguments[:2], "--json"]).stdout)
+    assert (alone["verdict"], alone["vocab_size"]) == ("serveable", None)
+
+
+def test_copies_that_do_not_count_are_told_of(tmp_path: Path) -> None:
     write(KINDS["modules_to_save"], tmp_path / "grown")
     llm = LLM.over(assemble_tiny(build("llama")))
     info = llm.load_adapter("grown", str(tmp_path / "grown"))
-    assert info.num_bytes >= 2 * GROWN * 32 * 4
     assert any("PEFT does not go by" in warning for warning in info.warnings)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapters.catalog import Catalog
-from loramux.adapters.sources import AdapterSources
-from loramux.engine.adapters import AdapterReader, IncomingAdapter
+from loramux.engine.adapters import IncomingAdapter
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.core import EngineCore
@@ -100,6 +99,7 @@ class SmallEngine:
         max_model_len: int = 32,
         eos: Collection[int] = (),
         adapter_bytes: Mapping[str, int] | None = None,
+        vocab_sizes: Mapping[str, int] | None = None,
         adapters: Sequence[str] = (),
         worker_type: type[FakeWorker] = FakeWorker,
         runs_ahead: bool = False,
@@ -114,6 +114,7 @@ class SmallEngine:
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_step_tokens,
             adapter_bytes=adapter_bytes,
+            vocab_sizes=vocab_sizes,
             runs_ahead=runs_ahead,
         )
         self.catalog = Catalog("base")
@@ -129,7 +130,6 @@ class SmallEngine:
         )
         limits = RequestLimits(max_model_len, VOCAB_SIZE)
         self.admission = Admission(self.catalog, limits, self.languages)
-        self.reader = AdapterReader(self.worker, AdapterSources(), self.languages)
         self.outcomes: dict[RequestId, list[Outcome]] = {}
         self.sequences: list[Request] = []
         """All that were ever submitted."""
@@ -141,14 +141,17 @@ class SmallEngine:
     ) -> AdapterInfo:
         """Register ``source`` (by default the name itself, which is then also its id)."""
         source = source or name
-        incoming = IncomingAdapter(self.worker.read_adapter(name, Path(source)))
+        prepared = self.worker.read_adapter(name, Path(source))
+        size = prepared.vocab_size
+        language = None if size is None else self.read_language(name, Path(source), size)
+        incoming = IncomingAdapter(prepared, language)
         info = self.core.adapters.register(name, source, incoming, pinned=pinned, replace=replace)
         self.core.check()
         return info
 
     def read_language(self, name: str, directory: Path, vocab_size: int) -> Language:
-        """One that ends with the token before the last, and is another for each folder."""
-        return Language(FakeCodec(), frozenset({*self.eos, vocab_size - 2}), str(directory))
+        """One of the adapter's own, whose texts the token 7 ends as well."""
+        return Language(FakeCodec(), frozenset({*self.eos, 7}), str(directory))
 
     def unload(self, name: str) -> None:
         self.core.adapters.unregister(name)

@@ -121,6 +121,7 @@ class AdapterDesk:
             slot=self._residency.find_slot(entry.adapter_id),
             in_flight=self._catalog.in_flight(entry.adapter_id),
             warnings=entry.warnings,
+            vocab_size=entry.vocab_size,
         )
 
 
