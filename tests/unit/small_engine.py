@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +104,9 @@ class SmallEngine:
         adapters: Sequence[str] = (),
         worker_type: type[FakeWorker] = FakeWorker,
         runs_ahead: bool = False,
+        adapter_max_wait: float = math.inf,
     ) -> None:
+        self.now = 0.0
         self.max_model_len = max_model_len
         self.eos = eos
         self.worker = worker_type(
@@ -127,6 +130,8 @@ class SmallEngine:
             num_blocks=num_blocks,
             num_slots=num_slots,
             arena_bytes=arena_bytes,
+            adapter_max_wait=adapter_max_wait,
+            clock=lambda: self.now,
         )
         limits = RequestLimits(max_model_len, VOCAB_SIZE)
         self.admission = Admission(self.catalog, limits, self.languages)

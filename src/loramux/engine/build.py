@@ -178,6 +178,7 @@ def assemble(
         num_blocks=num_blocks,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
+        adapter_max_wait=options.adapters.adapter_max_wait,
     )
     limits_of_requests = RequestLimits(model.max_model_len, model.vocab_size)
     admission = Admission(catalog, limits_of_requests, languages)
