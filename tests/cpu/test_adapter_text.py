@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from loramux.engine import adapter_text
 from loramux.engine.adapter_text import AdapterText, LanguageReader
 from loramux.engine.languages import Language
-from loramux.engine.text import UNFINISHED
 from loramux.errors import AdapterRefused, InvalidRequest
 from tests.cpu.engines import word_tokenizer
 
@@ -105,6 +104,23 @@ def test_without_a_tokenizer_the_added_tokens_have_no_text(
         "",
     ]
     assert (language.eos_token_ids, language.fingerprint) == ({2}, "")
+
+
+def test_many_tokens_without_text_take_constant_work_each(
+    base: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = read(base, tmp_path).text
+    decode, lengths = text.decode, []
+
+    def noted(ids: Sequence[int], **how: Any) -> str:
+        lengths.append(len(ids))
+        return decode(ids, **how)
+
+    monkeypatch.setattr(text, "decode", noted)
+    detokenizer = text.detokenizer()
+    tokens = [7, *[161] * 1000, 8]
+    assert "".join([*map(detokenizer.push, tokens), detokenizer.finish()]) == "78"
+    assert max(lengths) < 100
 
 
 def test_the_fingerprint_hangs_on_every_file(base: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -226,7 +242,7 @@ Panic.__name__ = "PanicException"
 
 @pytest.mark.parametrize("error", [ValueError("no"), Panic("index out of bounds")])
 def test_what_a_tokenizer_fails_at_is_that_request_s_alone(
-    base: PreTrainedTokenizerFast, error: BaseException
+    base: PreTrainedTokenizerFast, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*args: object, **kwargs: object) -> Any:
         raise error
@@ -238,10 +254,10 @@ def test_what_a_tokenizer_fails_at_is_that_request_s_alone(
         text.encode("5")
     with pytest.raises(InvalidRequest):
         text.render_chat([{"role": "user", "content": "5"}])
-    assert text.decode([5]) == UNFINISHED
+    assert text.decode([5]) == ""
     detokenizer = text.detokenizer()
-    shown = "".join([*map(detokenizer.push, [5] * 20), detokenizer.finish()])
-    assert set(shown) <= {UNFINISHED}
+    assert "".join([*map(detokenizer.push, [5] * 200), detokenizer.finish()]) == ""
+    assert caplog.text.count("whose text is lost") == 1
 
 
 def test_an_interrupt_is_not_the_tokenizer_s(base: PreTrainedTokenizerFast) -> None:

@@ -281,7 +281,7 @@ FAULTS = {
             "base_model.model.lm_head.lora_A.weight": (4, 32),
             "base_model.model.lm_head.lora_B.weight": (GROWN, 4),
         },
-        "LoRA is on an embedding or lm_head as well",
+        "LoRA on an embedding or lm_head with more",
     ),
 }
 

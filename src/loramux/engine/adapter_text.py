@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +17,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from loramux.adapters.formats.files import MalformedFile, parse_json_object, read_bounded
 from loramux.adapters.remotes.remote import TOKENIZER_FILES
 from loramux.engine.languages import Language
-from loramux.engine.text import UNFINISHED, HFText
+from loramux.engine.text import HFText
 from loramux.errors import AdapterRefused, InvalidRequest
+
+log = logging.getLogger(__name__)
 
 MAX_TOKENIZER_BYTES = 64 * 2**20
 MAX_OTHER_BYTES = 4 * 2**20
@@ -64,19 +67,23 @@ class AdapterText(HFText):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         super().__init__(tokenizer)
         self._known = min(vocab_size, _num_ids(tokenizer))
+        self._has_failed = False
 
     def encode(self, text: str) -> list[int]:
         with _invalid("prompt"):
             return super().encode(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Tokens without text are left out; what cannot be decoded is U+FFFD."""
+        """Tokens without text are left out, and so is what the tokenizer fails at."""
         known = [token for token in token_ids if token < self._known]
         try:
             return super().decode(known, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
             _raise_unless_of_tokenizer(error)
-            return UNFINISHED
+            if not self._has_failed:
+                log.warning("an adapter's tokenizer fails at its tokens, whose text is lost")
+                self._has_failed = True
+            return ""
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         with _invalid("messages"):

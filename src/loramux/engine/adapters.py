@@ -29,7 +29,7 @@ class IncomingAdapter(NamedTuple):
 
 
 class AdapterDesk:
-    """Keeps catalog, residency and worker in step. Called from the engine's thread."""
+    """Keeps catalog, residency, languages and worker in step. Called from the engine's thread."""
 
     def __init__(
         self, catalog: Catalog, residency: Residency, worker: Worker, languages: Languages

@@ -10,11 +10,14 @@ from transformers import PreTrainedTokenizerBase
 
 from loramux.errors import InvalidRequest
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer writes for bytes that are no whole character, or not yet."""
 
 _MORE_BYTES = 3
 """A UTF-8 character has at most this many bytes after its first one."""
+
+_MOST_SILENT = 64
+"""Tokens in a row that come to no text at all; they are not decoded again with those after them."""
 
 
 class HFText:
@@ -108,7 +111,7 @@ class Detokenizer:
             return ""  # however many come in a row, they never have to be decoded
         self._pending.append(token_id)
         text = self._decode(self._context + self._pending)
-        if not text.endswith(UNFINISHED):
+        if not text.endswith(_UNFINISHED):
             return self._show(len(self._pending), text)
         return self._show_settled(text)
 
@@ -138,6 +141,8 @@ class Detokenizer:
         if new:  # a context without text would look like the beginning of the text
             self._context, self._pending = shown, self._pending[count:]
             self._context_text = self._decode(self._context)
+        elif count > _MOST_SILENT:
+            self._pending = self._pending[count:]
         return new
 
 

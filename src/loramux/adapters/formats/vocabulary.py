@@ -46,11 +46,14 @@ def objections(
             limit = MAX_GROWTH * num_tokens(base, end)
             yield f"{grown}, more than {MAX_GROWTH} times the base's (at most {limit})", end
         if end in adapted:
-            yield f"{grown} and LoRA is on an embedding or lm_head as well: merge it into it", end
+            yield (
+                f"{grown}: LoRA on an embedding or lm_head with more than the base's is not served",
+                end,
+            )
         for parameter in base.replaceable[end]:
             if (end, parameter) not in whole:
                 yield (
                     f"{grown}, and the file does not hold all of it: save the adapter with "
-                    "save_embedding_layers=True, and name both in modules_to_save if one is there",
+                    "save_embedding_layers=True",
                     f"{end}.{parameter}",
                 )
