@@ -217,12 +217,20 @@ def test_code_beside_a_tokenizer_is_never_run(
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 def test_settings_cannot_have_other_files_read(
-    base: PreTrainedTokenizerFast, folder: Path, tmp_path: Path
+    base: PreTrainedTokenizerFast, folder: Path, tmp_path: Path, file: str
 ) -> None:
-    elsewhere = tmp_path / "elsewhere.json"
-    elsewhere.write_text("{}")
-    edit("tokenizer_config.json", tokenizer_file=str(elsewhere), vocab_file=str(elsewhere))(folder)
+    elsewhere = str(tmp_path / "elsewhere.json")
+    word_tokenizer(9).save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "tokenizer.json").rename(elsewhere)
+    places = {"tokenizer_file": elsewhere, "vocab_file": elsewhere, "vocab": elsewhere}
+    if file == "special_tokens_map.json":
+        (folder / file).write_text("{}")
+        (folder / "tokenizer_config.json").write_text(
+            '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+        )
+    edit(file, **places)(folder)
     assert read(base, folder).text.encode("<t161>") == [161]
 
 

@@ -26,8 +26,9 @@ MAX_TOKENIZER_BYTES = 64 * 2**20
 MAX_OTHER_BYTES = 4 * 2**20
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-_PLACES = re.compile(r".*_(file|path)")
-"""Fields that would have other files read than those of the folder."""
+_ADDED = "added_tokens.json"
+_PLACES = re.compile(r".*_(file|path)|vocab|merges")
+"""Settings that could have other files read than those of the folder."""
 _NO_TOKENIZER = (
     "it has more tokens than the base and no tokenizer.json in its folder: the added tokens have "
     "no text, and no text becomes one of them"
@@ -102,19 +103,19 @@ def _read_files(directory: Path) -> dict[str, bytes]:
         found[name] = read_bounded(directory / name, limit)
         if name not in (_TOKENIZER, _TEMPLATE):
             fields = parse_json_object(name, found[name])
-            if name == _CONFIG:
-                found[name] = json.dumps(_harmless(fields)).encode()
+            if name != _ADDED:  # whose fields are tokens
+                found[name] = json.dumps(_harmless(name, fields)).encode()
     return found
 
 
-def _harmless(config: Mapping[str, Any]) -> dict[str, Any]:
+def _harmless(file: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """A tokenizer's settings without what leads out of its folder. Raises MalformedFile."""
-    if config.get("auto_map"):
+    if settings.get("auto_map"):
         raise MalformedFile(
-            f"{_CONFIG} names code of its own (auto_map), which is never run: save the tokenizer "
+            f"{file} names code of its own (auto_map), which is never run: save the tokenizer "
             "as one of transformers' own classes"
         )
-    return {name: value for name, value in config.items() if not _PLACES.fullmatch(name)}
+    return {name: value for name, value in settings.items() if not _PLACES.fullmatch(name)}
 
 
 def _load(files: Mapping[str, bytes]) -> PreTrainedTokenizerBase:
