@@ -173,6 +173,8 @@ class AdapterInfo:
     slot: int | None
     in_flight: int
     warnings: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    """Its tokens, where they are more than the base's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +222,9 @@ class GenerationRequest:
     model: str | None = None
     """None: the base model."""
     request_id: RequestId | None = None
+    codec: object = None
+    """The ``TextCodec`` that the tokens are for: an adapter with another one is not to have them.
+    None: anybody's."""
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapters.catalog import Catalog
+from loramux.engine.adapters import IncomingAdapter
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.core import EngineCore
+from loramux.engine.languages import Language, Languages
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits
 from loramux.testing import FakeCodec, FakeWorker, expected_tokens
@@ -98,6 +100,7 @@ class SmallEngine:
         max_model_len: int = 32,
         eos: Collection[int] = (),
         adapter_bytes: Mapping[str, int] | None = None,
+        vocab_sizes: Mapping[str, int] | None = None,
         adapters: Sequence[str] = (),
         worker_type: type[FakeWorker] = FakeWorker,
         runs_ahead: bool = False,
@@ -114,23 +117,24 @@ class SmallEngine:
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_step_tokens,
             adapter_bytes=adapter_bytes,
+            vocab_sizes=vocab_sizes,
             runs_ahead=runs_ahead,
         )
         self.catalog = Catalog("base")
-        self.text = FakeCodec()
+        self.languages = Languages(Language(FakeCodec(), frozenset(eos)), self.read_language)
         self.core = EngineCore(
             self.worker,
-            self.text,
+            self.languages,
             self.catalog,
             limits=Limits(max_num_seqs, max_step_tokens, block_size),
             num_blocks=num_blocks,
             num_slots=num_slots,
             arena_bytes=arena_bytes,
-            eos_token_ids=eos,
             adapter_max_wait=adapter_max_wait,
             clock=lambda: self.now,
         )
-        self.admission = Admission(self.catalog, RequestLimits(max_model_len, VOCAB_SIZE))
+        limits = RequestLimits(max_model_len, VOCAB_SIZE)
+        self.admission = Admission(self.catalog, limits, self.languages)
         self.outcomes: dict[RequestId, list[Outcome]] = {}
         self.sequences: list[Request] = []
         """All that were ever submitted."""
@@ -143,9 +147,16 @@ class SmallEngine:
         """Register ``source`` (by default the name itself, which is then also its id)."""
         source = source or name
         prepared = self.worker.read_adapter(name, Path(source))
-        info = self.core.adapters.register(name, source, prepared, pinned=pinned, replace=replace)
+        size = prepared.vocab_size
+        language = None if size is None else self.read_language(name, Path(source), size)
+        incoming = IncomingAdapter(prepared, language)
+        info = self.core.adapters.register(name, source, incoming, pinned=pinned, replace=replace)
         self.core.check()
         return info
+
+    def read_language(self, name: str, directory: Path, vocab_size: int) -> Language:
+        """One of the adapter's own, whose texts the token 7 ends as well."""
+        return Language(FakeCodec(), frozenset({*self.eos, 7}), str(directory))
 
     def unload(self, name: str) -> None:
         self.core.adapters.unregister(name)

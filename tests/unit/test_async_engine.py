@@ -80,7 +80,7 @@ class Bench:
             self.small.core,
             self.worker,
             self.small.admission,
-            self.small.text,
+            self.small.languages,
             base_name="base",
             max_open=max_open,
             adapters=[(name, self.source(name)) for name in at_start],

@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import NamedTuple
 
 from loramux.adapters.catalog import Catalog, Entry
 from loramux.adapters.residency import Residency
 from loramux.adapters.sources import AdapterSources, shown_source
 from loramux.adapters.spec import PreparedAdapter
 from loramux.engine.interface import Worker
+from loramux.engine.languages import Language, Languages
 from loramux.errors import AdapterRefused
 from loramux.types import AdapterId, AdapterInfo, SourceRules
 
 log = logging.getLogger(__name__)
 
 
-class AdapterDesk:
-    """Keeps catalog, residency and worker in step. Called from the engine's thread."""
+class IncomingAdapter(NamedTuple):
+    """An adapter that has been read and has no name yet."""
 
-    def __init__(self, catalog: Catalog, residency: Residency, worker: Worker) -> None:
+    prepared: PreparedAdapter
+    language: Language | None = None
+    """Where it has more tokens than the base."""
+
+
+class AdapterDesk:
+    """Keeps catalog, residency, languages and worker in step. Called from the engine's thread."""
+
+    def __init__(
+        self, catalog: Catalog, residency: Residency, worker: Worker, languages: Languages
+    ) -> None:
         self._catalog = catalog
         self._residency = residency
         self._worker = worker
+        self._languages = languages
 
     def register(
-        self, name: str, source: str, prepared: PreparedAdapter, *, pinned: bool, replace: bool
+        self, name: str, source: str, incoming: IncomingAdapter, *, pinned: bool, replace: bool
     ) -> AdapterInfo:
         """Give an adapter that has been read a name.
 
         Raises AdapterExists, or AdapterRefused if it could never have a slot; then nothing changes.
         """
         self._catalog.check_name(name, replace=replace)
+        prepared, language = incoming
         adapter_id = prepared.adapter_id
         pins = {e.adapter_id for e in self._catalog if e.pinned and e.name != name}
         if pinned:
@@ -42,6 +58,8 @@ class AdapterDesk:
         if not self._residency.knows(adapter_id):
             self._worker.install(prepared)
             self._residency.add(adapter_id, prepared.num_bytes)
+            if language is not None:
+                self._languages.add(adapter_id, language)
         entry = Entry(
             name=name,
             adapter_id=adapter_id,
@@ -50,6 +68,7 @@ class AdapterDesk:
             max_rank=prepared.max_rank,
             pinned=pinned,
             warnings=prepared.warnings,
+            vocab_size=prepared.vocab_size,
         )
         unheld = self._catalog.add(entry, replace=replace)
         self._settle_pins()
@@ -73,8 +92,9 @@ class AdapterDesk:
         return [self._describe(entry) for entry in self._catalog]
 
     def check(self) -> None:
-        """Assert that residency and catalog know of the same adapters and pins."""
+        """Assert that residency, catalog and languages know of the same adapters and pins."""
         assert self._residency.known() == self._catalog.held(), "an adapter leaked or is lost"
+        assert self._languages.known() <= self._catalog.held(), "a tokenizer leaked"
         assert self._residency.pinned == {e.adapter_id for e in self._catalog if e.pinned}
 
     def _let_go(self, adapter_ids: Iterable[AdapterId]) -> None:
@@ -84,6 +104,7 @@ class AdapterDesk:
             if order is not None:
                 self._worker.apply((order,))
             self._worker.drop(adapter_id)
+            self._languages.forget(adapter_id)
 
     def _settle_pins(self) -> None:
         """An id is pinned while one of its names is, not while requests alone hold it."""
@@ -100,19 +121,38 @@ class AdapterDesk:
             slot=self._residency.find_slot(entry.adapter_id),
             in_flight=self._catalog.in_flight(entry.adapter_id),
             warnings=entry.warnings,
+            vocab_size=entry.vocab_size,
         )
 
 
-def read_adapter(
-    worker: Worker,
-    sources: AdapterSources,
-    name: str,
-    source: str,
-    rules: SourceRules | None = None,
-) -> PreparedAdapter:
-    """Find, read and check an adapter, in any thread. Raises AdapterError."""
-    with sources.open(name, source, rules) as directory:
-        return worker.read_adapter(name, directory)
+@dataclass(frozen=True)
+class AdapterReader:
+    """Finds, reads and checks adapters, in any thread."""
+
+    worker: Worker
+    sources: AdapterSources
+    languages: Languages
+
+    def read(self, name: str, source: str, rules: SourceRules | None = None) -> IncomingAdapter:
+        """Raises AdapterError."""
+        with self.sources.open(name, source, rules) as directory:
+            prepared = self.worker.read_adapter(name, directory)
+            if prepared.vocab_size is None:
+                return IncomingAdapter(prepared)
+            language = self.languages.read(name, directory, prepared.vocab_size)
+        prepared = replace(
+            prepared,
+            adapter_id=_speaking(prepared.adapter_id, language),
+            warnings=(*prepared.warnings, *language.warnings),
+        )
+        return IncomingAdapter(prepared, language)
+
+
+def _speaking(adapter_id: AdapterId, language: Language) -> AdapterId:
+    """The id of an adapter with a tokenizer of its own: with another one it is another adapter."""
+    if not language.fingerprint:
+        return adapter_id
+    return AdapterId(sha256(f"{adapter_id} {language.fingerprint}".encode()).hexdigest())
 
 
 def _log_loaded(entry: Entry) -> None:

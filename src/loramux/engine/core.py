@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loramux.adapters.catalog import Catalog
 from loramux.adapters.residency import Residency
 from loramux.engine.adapters import AdapterDesk
 from loramux.engine.answer import Answer
-from loramux.engine.interface import EngineText, LaunchedStep, Worker
+from loramux.engine.interface import LaunchedStep, Worker
+from loramux.engine.languages import Languages
 from loramux.errors import EngineStopped
 from loramux.plan import SequenceResult, SequenceStep
 from loramux.scheduling.blocks import BlockAllocator
@@ -47,24 +48,22 @@ class EngineCore:
     def __init__(
         self,
         worker: Worker,
-        text: EngineText,
+        languages: Languages,
         catalog: Catalog,
         *,
         limits: Limits,
         num_blocks: int,
         num_slots: int,
         arena_bytes: int,
-        eos_token_ids: Collection[int],
         adapter_max_wait: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``adapter_max_wait``: seconds that a request waits for a slot before one is drained."""
         self._worker = worker
-        self._text = text
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._languages = languages
         self._blocks = BlockAllocator(num_blocks)
         self._residency = Residency(num_slots, arena_bytes)
-        self.adapters = AdapterDesk(catalog, self._residency, worker)
+        self.adapters = AdapterDesk(catalog, self._residency, worker, languages)
         self._answers: dict[RequestId, Answer] = {}
         self._scheduler = Scheduler(
             limits,
@@ -90,10 +89,11 @@ class EngineCore:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue admitted sequences whose adapter is installed."""
         for request in requests:
-            detokenizer = self._text.detokenizer(
+            language = self._languages.of(request.adapter_id)
+            detokenizer = language.text.detokenizer(
                 skip_special_tokens=request.params.skip_special_tokens
             )
-            self._answers[request.request_id] = Answer(request, detokenizer, self._eos_token_ids)
+            self._answers[request.request_id] = Answer(request, detokenizer, language.eos_token_ids)
             self._scheduler.add(request)
 
     def abort(self, parent_id: RequestId) -> list[Delta]:
