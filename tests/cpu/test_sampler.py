@@ -173,8 +173,12 @@ def test_the_best_token_weighs_as_much_as_a_sum_of_all_may() -> None:
         assert 2**61 < int(weights.sum()) <= 2**62
 
 
-def test_all_tokens_equally_likely_survive_top_p() -> None:
-    found = probabilities(torch.zeros(1, 10), [sample(top_p=0.5)])
+@pytest.mark.parametrize("best", [0.0, -0.0])
+def test_all_tokens_equally_likely_survive_top_p(best: float) -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, ::2] = -0.0
+    logits[0, 0] = best
+    found = probabilities(logits, [sample(top_p=0.5, top_k=3)])
     assert (found > 0).all()
 
 

@@ -86,7 +86,8 @@ def filtered_weights(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
     """
     params = [sample.params for sample in samples]
     # Distance to the best goes first, so that no temperature, however small, makes an infinity.
-    best = scores.amax(dim=-1, keepdim=True)
+    # The sum makes 0.0 of a best of -0.0, whose distance to 0.0 would have a sign.
+    best = scores.amax(dim=-1, keepdim=True) + 0.0
     gaps = (best - scores).masked_fill_(~best.isfinite(), 0.0)
     _keep_top_k(gaps, [p.top_k for p in params])
     unit = 2.0 ** (62 - (scores.shape[1] - 1).bit_length())
