@@ -24,8 +24,9 @@ from transformers.generation.logits_process import (
 
 from loramux.plan import Sample
 from loramux.types import SamplingParams
+from loramux.worker.drawing import draw, uniform
 from loramux.worker.filters import adjust, filtered_weights
-from loramux.worker.sampler import Sampled, Sampler, choose, draw, reported_logprobs, uniform
+from loramux.worker.sampler import Sampled, Sampler, choose, reported_logprobs
 
 VOCAB = 211
 
