@@ -67,6 +67,7 @@ def _rows() -> dict[str, Tensor]:
 
 
 ROWS = _rows()
+# Few sizes, since on a GPU each vocabulary, block, room and dtype is a compilation of seconds.
 
 
 @pytest.fixture
@@ -149,12 +150,12 @@ def test_rows_that_are_not_sound_fail_alone_and_still_name_a_token(
 ) -> None:
     sizes_of(64, 32)
     samples = seeded([{"top_p": 0.9}, {"top_k": 3}, {}])
-    logits = random_logits(3, vocab=100)
+    logits = random_logits(3, vocab=300)
     sound = Sampler().launch(logits, samples).result()
     logits[1] = -math.inf
     logits[1, 17] = bad
     sampling = Sampler(draw_by_triton).launch(logits.to(device), samples)
-    assert 0 <= int(sampling.token_ids[1]) < 100
+    assert 0 <= int(sampling.token_ids[1]) < 300
     chosen = sampling.result()
     assert chosen[1].token_id is None
     assert "not finite" in str(chosen[1].error)
@@ -182,28 +183,29 @@ def test_penalised_rows_and_others_are_drawn_in_one_batch(
         FILTERS[1:6:2], tokens=(4, 5, 5, 6), prompt=1, forbidden=(0, 8),
         repetition_penalty=1.5, frequency_penalty=0.5,
     )  # fmt: skip
-    assert_chosen_as_by_torch(random_logits(6, vocab=150), samples, device)
+    assert_chosen_as_by_torch(random_logits(6, vocab=300), samples, device)
 
 
 def test_rows_may_stand_apart_in_memory(device: torch.device, sizes_of: SizesOf) -> None:
     sizes_of(64, 32)
-    logits = random_logits(4, vocab=90)
+    logits = random_logits(4, vocab=300)
     samples = seeded(FILTERS[:4])
-    wide = torch.full((4, 100), 1e9)
-    wide[:, :90] = logits
-    found = choose(wide.to(device)[:, :90], samples, draw_by_triton)
+    wide = torch.full((4, 301), 1e9)
+    wide[:, :300] = logits
+    found = choose(wide.to(device)[:, :300], samples, draw_by_triton)
     assert found.token_ids.tolist() == choose(logits, samples).token_ids.tolist()
 
 
 def test_as_likely_tokens_are_all_drawn(device: torch.device, sizes_of: SizesOf) -> None:
     """That ties stay is seen by what is drawn: all of them, by the random number alone."""
-    sizes_of(16, 8)
+    sizes_of(16, 16)
     samples = [sample(seed=seed, top_k=2, top_p=0.3) for seed in range(12)]
     found = choose(torch.zeros(12, 40).to(device), samples, draw_by_triton)
     assert found.token_ids.tolist() == [int(40 * uniform(s.seed, s.position)) for s in samples]
 
 
-def test_a_position_further_on_draws_anew(device: torch.device) -> None:
+def test_a_position_further_on_draws_anew(device: torch.device, sizes_of: SizesOf) -> None:
+    sizes_of(16, 16)
     samples = [replace(sample(), position=i) for i in range(8)]
-    found = choose(torch.zeros(8, 50).to(device), samples, draw_by_triton)
+    found = choose(torch.zeros(8, 40).to(device), samples, draw_by_triton)
     assert len(set(found.token_ids.tolist())) > 4
