@@ -196,12 +196,17 @@ def test_rows_may_stand_apart_in_memory(device: torch.device, sizes_of: SizesOf)
     assert found.token_ids.tolist() == choose(logits, samples).token_ids.tolist()
 
 
-def test_as_likely_tokens_are_all_drawn(device: torch.device, sizes_of: SizesOf) -> None:
-    """That ties stay is seen by what is drawn: all of them, by the random number alone."""
+def test_tokens_tied_for_the_best_are_drawn_evenly_though_they_just_fit(
+    device: torch.device, sizes_of: SizesOf
+) -> None:
     sizes_of(16, 16)
-    samples = [sample(seed=seed, top_k=2, top_p=0.3) for seed in range(12)]
-    found = choose(torch.zeros(12, 40).to(device), samples, draw_by_triton)
-    assert found.token_ids.tolist() == [int(40 * uniform(s.seed, s.position)) for s in samples]
+    tied = [2 * i + i // 8 for i in range(16)]
+    row = torch.full((40,), -1.0)
+    row[tied] = torch.tensor([-0.0, 0.0]).repeat(8)
+    samples = [sample(seed=seed, top_k=2, top_p=0.3) for seed in range(24)]
+    found = choose(row.expand(24, -1).to(device), samples, draw_by_triton).token_ids.tolist()
+    assert found == [tied[int(16 * uniform(s.seed, s.position))] for s in samples]
+    assert {tied[0], tied[-1]} <= {*found}
 
 
 def test_a_position_further_on_draws_anew(device: torch.device, sizes_of: SizesOf) -> None:
