@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -91,6 +92,11 @@ class AdapterOptions:
         "ignore fields of an adapter's configuration that are set and unknown, with a warning for "
         "each, instead of refusing the adapter; its answers may differ from PEFT's",
     )
+    adapter_max_wait: float = option(
+        2.0,
+        "seconds that a request waits for a slot while other adapters use all of them; then the "
+        "slot with the fewest running sequences is drained for it",
+    )
     tuning: str | None = option(
         None,
         "tile sizes from this file, made by `loramux tune`, before the shipped ones (GPU only)",
@@ -99,6 +105,10 @@ class AdapterOptions:
     def __post_init__(self) -> None:
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_rank", self.max_rank, 1)
+        if not 0 <= self.adapter_max_wait < math.inf:
+            raise ConfigError(
+                f"adapter_max_wait must be a number of seconds, not {self.adapter_max_wait}"
+            )
         words = self.lora_target_modules
         if words is not None and not all(re.fullmatch(r"[\w.-]+", w) for w in words.split(",")):
             raise ConfigError(

@@ -199,6 +199,7 @@ class EngineStats:
     prompt_tokens: int
     output_tokens: int
     preemptions: int
+    slot_drains: int
     slot_loads: int
     slot_evictions: int
     requests_finished: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,7 +101,9 @@ class SmallEngine:
         adapters: Sequence[str] = (),
         worker_type: type[FakeWorker] = FakeWorker,
         runs_ahead: bool = False,
+        adapter_max_wait: float = math.inf,
     ) -> None:
+        self.now = 0.0
         self.max_model_len = max_model_len
         self.eos = eos
         self.worker = worker_type(
@@ -124,6 +127,8 @@ class SmallEngine:
             num_slots=num_slots,
             arena_bytes=arena_bytes,
             eos_token_ids=eos,
+            adapter_max_wait=adapter_max_wait,
+            clock=lambda: self.now,
         )
         self.admission = Admission(self.catalog, RequestLimits(max_model_len, VOCAB_SIZE))
         self.outcomes: dict[RequestId, list[Outcome]] = {}

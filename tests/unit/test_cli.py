@@ -67,6 +67,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "max_rank": 9,
         "lora_target_modules": "q_proj,attn_v",
         "lenient": True,
+        "adapter_max_wait": 0.5,
         "tuning": "/t.json",
         "disk_cache": "/cache",
         "disk_cache_bytes": "3GiB",

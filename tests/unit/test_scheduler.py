@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from loramux.adapters.residency import Residency
 from loramux.plan import PENDING_TOKEN, SlotClear, SlotLoad
 from loramux.scheduling.blocks import BlockAllocator
+from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
@@ -25,13 +28,16 @@ class Bench:
         max_num_seqs: int = 4,
         max_step_tokens: int = 16,
         adapters: Sequence[str] = "abc",
+        max_wait: float = math.inf,
     ) -> None:
+        self.now = 0.0
         self.blocks = BlockAllocator(num_blocks)
         self.residency = Residency(num_slots, 100)
         for name in adapters:
             self.residency.add(AdapterId(name), 1)
         limits = Limits(max_num_seqs, max_step_tokens, block_size=4)
-        self.scheduler = Scheduler(limits, self.blocks, self.residency)
+        drains = Drains(max_wait, lambda: self.now)
+        self.scheduler = Scheduler(limits, self.blocks, self.residency, drains=drains)
         self.count = 0
 
     def add(
@@ -493,3 +499,124 @@ def test_a_removed_sequence_is_not_mistaken_for_another_with_its_id() -> None:
     new = bench.add(4)
     assert (old.request_id, bench.scheduler.holds(old)) == (new.request_id, False)
     assert bench.scheduler.holds(new)
+
+
+# Bounded waiting for a slot ----------------------------------------------------------------------
+
+
+def saturated(**options: Any) -> Bench:
+    """Two slots, in which a and b run for as long as they like; c waits since time 0."""
+    bench = Bench(num_slots=2, max_num_seqs=8, num_blocks=64, max_wait=2.0, **options)
+    for adapter in ("a", "a", "b"):
+        bench.add(4, adapter, room=40)
+    bench.add(4, "c", room=40)
+    bench.step()
+    return bench
+
+
+def test_before_the_bound_nobody_gives_up_a_slot() -> None:
+    bench = saturated()
+    bench.now = 1.9
+    bench.add(4, "b", room=40)
+    assert bench.step().keys() == {"r0", "r1", "r2", "r4"}
+    assert bench.scheduler.num_drains == 0
+
+
+def test_after_the_bound_the_adapter_with_the_fewest_sequences_starts_no_more() -> None:
+    bench = saturated()
+    bench.now = 2.0
+    bench.step()
+    assert bench.scheduler.num_drains == 1
+    bench.add(4, "b", room=40)
+    bench.add(4, "a", room=40)
+    assert bench.step().keys() == {"r0", "r1", "r2", "r5"}
+
+
+def test_the_slot_goes_to_the_one_who_waited_when_the_last_sequence_has_ended() -> None:
+    bench = saturated()
+    bench.now = 2.0
+    waiting = bench.add(4, "b", room=40)
+    bench.step()
+    bench.remove(next(r for r in bench.scheduler.requests() if r.request_id == "r2"))
+    assert bench.step().keys() == {"r0", "r1", "r3"}
+    assert [type(order) for order in bench.last.plan.slot_orders] == [SlotClear, SlotLoad]
+    # And the other waits in its turn, from now on.
+    assert not waiting.running
+    bench.now = 3.9
+    bench.step()
+    assert bench.scheduler.num_drains == 1
+    bench.now = 4.0
+    bench.step()
+    assert bench.scheduler.num_drains == 2
+
+
+def test_sequences_that_end_too_late_are_preempted_and_start_again() -> None:
+    bench = saturated()
+    bench.now = 2.0
+    bench.step()
+    bench.now = 3.9
+    assert "r2" in bench.step()
+    bench.now = 4.0
+    assert bench.step().keys() == {"r0", "r1", "r3"}
+    last = next(r for r in bench.scheduler.requests() if r.request_id == "r2")
+    assert (last.num_preemptions, last.running) == (1, False)
+    while not last.running:
+        bench.now += 0.5
+        bench.step()
+    assert bench.now <= 4.0 + 2 * 2.0 + 0.5
+
+
+def test_pinned_adapters_are_not_drained() -> None:
+    bench = saturated()
+    bench.residency.set_pinned({AdapterId("b")})
+    bench.now = 2.0
+    bench.step()
+    bench.now = 4.0
+    assert "r2" in bench.step()
+    assert bench.scheduler.num_drains == 1
+    assert bench.step().keys() == {"r2", "r3"}
+
+
+def test_a_drain_for_nobody_ends() -> None:
+    bench = saturated()
+    bench.now = 2.0
+    bench.step()
+    bench.remove(next(r for r in bench.scheduler.requests() if r.request_id == "r3"))
+    bench.add(4, "b", room=40)
+    assert bench.step().keys() == {"r0", "r1", "r2", "r4"}
+    bench.now = 9.0
+    assert bench.step().keys() == {"r0", "r1", "r2", "r4"}
+
+
+def test_a_large_adapter_may_need_several_slots() -> None:
+    bench = Bench(num_slots=3, max_num_seqs=8, num_blocks=64, max_wait=2.0, adapters="ab")
+    for name, size in (("x", 40), ("y", 40), ("large", 90)):
+        bench.residency.add(AdapterId(name), size)
+        bench.add(4, name, room=40)
+    bench.step()
+    bench.now = 2.0
+    bench.step()
+    assert bench.scheduler.num_drains == 2
+    bench.now = 4.0
+    assert bench.step().keys() == {"r2"}
+
+
+def test_one_hot_adapter_and_twenty_cold_ones_all_have_their_turn() -> None:
+    names = [f"cold{i}" for i in range(20)]
+    bench = Bench(
+        num_slots=4, max_num_seqs=8, num_blocks=4096, max_wait=2.0, adapters=["hot", *names]
+    )
+    hot = [bench.add(4, "hot", room=900) for _ in range(4)]
+    cold = [bench.add(4, name, room=900) for name in names]
+    started: dict[Request, float] = {}
+    while len(started) < len(cold) and bench.now < 200:
+        bench.step()
+        bench.now += 0.25
+        for request in cold:
+            if request.running:
+                started.setdefault(request, bench.now)
+        if sum(r.running for r in hot) < 4:
+            hot.append(bench.add(4, "hot", room=900))
+    # Slots change hands every bound and a drain: 20 over the slots, each for at most so long.
+    assert len(started) == len(cold)
+    assert max(started.values()) <= 20 * (2.0 + 2.0 + 0.5)

@@ -174,6 +174,7 @@ def assemble(
         num_slots=num_slots,
         arena_bytes=arena_bytes,
         eos_token_ids=model.eos_token_ids,
+        adapter_max_wait=options.adapters.adapter_max_wait,
     )
     admission = Admission(catalog, RequestLimits(model.max_model_len, model.vocab_size))
     log.info(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from loramux.adapters.catalog import Catalog
@@ -14,6 +14,7 @@ from loramux.engine.interface import EngineText, LaunchedStep, Worker
 from loramux.errors import EngineStopped
 from loramux.plan import SequenceResult, SequenceStep
 from loramux.scheduling.blocks import BlockAllocator
+from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.types import Delta, EngineStats, RequestId
@@ -54,7 +55,10 @@ class EngineCore:
         num_slots: int,
         arena_bytes: int,
         eos_token_ids: Collection[int],
+        adapter_max_wait: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``adapter_max_wait``: seconds that a request waits for a slot before one is drained."""
         self._worker = worker
         self._text = text
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -66,6 +70,7 @@ class EngineCore:
             limits,
             self._blocks,
             self._residency,
+            drains=Drains(adapter_max_wait, clock),
             forbidden_tokens=lambda request: self._answers[request.request_id].forbidden_tokens(),
         )
         self._in_flight: _InFlight | None = None
@@ -130,6 +135,7 @@ class EngineCore:
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
             preemptions=self._scheduler.num_preemptions,
+            slot_drains=self._scheduler.num_drains,
             slot_loads=self._residency.num_loads,
             slot_evictions=self._residency.num_evictions,
             requests_finished=counters.finished,

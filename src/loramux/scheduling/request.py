@@ -34,6 +34,8 @@ class Request:
     """Tokens whose keys and values are in ``blocks`` once all launched steps have run."""
     blocks: list[int] = field(default_factory=list)
     running: bool = False
+    num_at_start: int = 0
+    """Prompt and output when it last started to run."""
     num_preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -51,6 +53,11 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output, with the tokens in flight."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def has_gained(self) -> bool:
+        """Whether it has got a token since it started to run, so that it gets on by and by."""
+        return self.num_tokens > self.num_at_start
 
     @property
     def ends_in_flight(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from loramux.adapters.residency import Residency
 from loramux.plan import PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPlan
 from loramux.scheduling.blocks import BlockAllocator
+from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.types import AdapterId, RequestId
 
@@ -40,6 +41,8 @@ class Scheduler:
     first always goes on, because one sequence of the greatest length fits into the cache
     (``fits``), so every request ends.
 
+    A request whose adapter has no slot is passed by others, for a bounded time (``Drains``).
+
     A step may be scheduled while the one before it runs. Its sequences then go on with a token that
     is not known yet (``PENDING_TOKEN``), and those that this token ends for lack of room take no
     part. Blocks and slots that the running step reads are given away without waiting for it,
@@ -54,12 +57,14 @@ class Scheduler:
         blocks: BlockAllocator,
         residency: Residency,
         *,
+        drains: Drains,
         forbidden_tokens: Callable[[Request], tuple[int, ...]] = lambda request: (),
     ) -> None:
         assert limits.max_num_seqs <= limits.max_step_tokens, "each sequence needs a token a step"
         self._limits = limits
         self._blocks = blocks
         self._residency = residency
+        self._drains = drains
         self._forbidden_tokens = forbidden_tokens
         self._waiting: list[Request] = []  # both lists in order of arrival
         self._running: list[Request] = []
@@ -68,6 +73,11 @@ class Scheduler:
         self._by_id: dict[RequestId, Request] = {}
         self._running_adapters: Counter[AdapterId] = Counter()
         self.num_preemptions = 0
+
+    @property
+    def num_drains(self) -> int:
+        """Adapters in use that were made to give up their slots."""
+        return self._drains.num_drains
 
     @property
     def num_waiting(self) -> int:
@@ -112,10 +122,12 @@ class Scheduler:
             self._ending.remove(request)
         else:
             self._waiting.remove(request)
+            self._end_wait_without(request.adapter_id)
 
     def schedule(self) -> Step | None:
         """The next step, or None when nobody can take part in one. It must be launched."""
         self._retire()
+        self._preempt_drained()
         budget = self._limits.max_step_tokens - len(self._running)
         chosen: list[tuple[Request, int]] = []
         for request in list(self._running):
@@ -166,12 +178,29 @@ class Scheduler:
         adapters = Counter(r.adapter_id for r in self._running if r.adapter_id is not None)
         assert adapters == self._running_adapters
         assert len(adapters) <= self._residency.num_slots
+        waiting = {r.adapter_id for r in self._waiting if r.adapter_id is not None}
+        self._drains.check(waiting)
 
     def _retire(self) -> None:
         """Take blocks, slots and places from those that certainly end with a token in flight."""
         for request in [r for r in self._running if r.ends_in_flight]:
             self._stop_running(request)
             self._ending.append(request)
+
+    def _preempt_drained(self) -> None:
+        """End drains that take too long; the requests start again when their adapter has a slot.
+
+        Each has got a token first: adapters that take turns in one slot all come to an end.
+        """
+        overdue = self._drains.overdue()
+        for request in [r for r in self._running if r.adapter_id in overdue]:
+            if request.has_gained:
+                self._preempt(request)
+
+    def _end_wait_without(self, adapter_id: AdapterId | None) -> None:
+        """An adapter waits for a slot only while a request of it does."""
+        if adapter_id is not None and all(r.adapter_id != adapter_id for r in self._waiting):
+            self._drains.note_no_wait(adapter_id)
 
     def _grow_or_preempt(self, request: Request, count: int) -> bool:
         """Find blocks for ``count`` more tokens, at the cost of requests that arrived later."""
@@ -222,6 +251,7 @@ class Scheduler:
                 continue
             if not self._can_have_slot(request.adapter_id):
                 without_slot.add(request.adapter_id)
+                self._wait_for_slot(request.adapter_id)
                 continue
             # Room for everything known so far, not for the first chunk alone: a request that
             # starts and is preempted in the middle of its prompt has wasted the work.
@@ -235,16 +265,33 @@ class Scheduler:
             self._waiting.remove(request)
             insort(self._running, request, key=_arrival)
             request.running = True
+            request.num_at_start = request.num_tokens
             chosen.append((request, count))
             budget -= count
 
     def _can_have_slot(self, adapter_id: AdapterId | None) -> bool:
-        in_use = self._running_adapters.keys()
-        return adapter_id is None or self._residency.can_place(adapter_id, in_use)
+        if adapter_id is None:
+            return True
+        if self._residency.find_slot(adapter_id) is None:
+            if self._drains.comes_later(adapter_id):
+                return False
+        elif self._drains.is_draining(adapter_id):
+            return False
+        return self._residency.can_place(adapter_id, self._running_adapters.keys())
+
+    def _wait_for_slot(self, adapter_id: AdapterId | None) -> None:
+        if adapter_id is not None and not self._drains.is_draining(adapter_id):
+            self._drains.note_wait(
+                adapter_id,
+                self._running_adapters,
+                self._residency.pinned,
+                self._residency.can_place,
+            )
 
     def _take_slot(self, adapter_id: AdapterId) -> tuple[SlotOrder, ...]:
         orders = self._residency.place(adapter_id, in_use=self._running_adapters.keys())
         assert orders is not None, "the slot was there a moment ago"
+        self._drains.note_no_wait(adapter_id)
         self._running_adapters[adapter_id] += 1
         return orders
 

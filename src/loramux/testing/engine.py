@@ -133,6 +133,7 @@ class FakeEngine:
             prompt_tokens=self.counts.prompt_tokens,
             output_tokens=self.counts.output_tokens,
             preemptions=0,
+            slot_drains=0,
             slot_loads=len(self._adapters),
             slot_evictions=0,
             requests_finished=self.counts.finished,
