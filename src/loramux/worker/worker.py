@@ -32,6 +32,7 @@ from loramux.ops.interface import LoraOps
 from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.types import AdapterId, RequestId, Slot
 from loramux.worker import vocabularies
+from loramux.worker.drawing import draw_for
 from loramux.worker.graphs import GraphKey
 from loramux.worker.inputs import StepInputs, build_inputs
 from loramux.worker.launched import LaunchedStep, SampledTokens
@@ -91,7 +92,7 @@ class Worker:
         self._transfers = Transfers(*lanes_of(device))
         self._device = DeviceStore(arena_bytes, base.dtype, device, self._transfers)
         self._tables = SlotTables(len(anatomy.modules), num_slots, device)
-        self._sampler = Sampler()
+        self._sampler = Sampler(draw_for(device))
         self.runs_ahead = runs_ahead
         self._last_tokens = SampledTokens.none(device)
         self._contents: dict[int, AdapterId] = {}
@@ -284,7 +285,9 @@ class Worker:
             return self._runner.run(inputs, sequences, self._last_tokens.token_ids)
 
     def warm_up(self, progress: Progress = iter) -> Captured:
-        """Compile and capture what steps will need; nothing to do where neither is done."""
+        """Compile and capture what steps will need; little to do where neither is done."""
+        base = self._base
+        self._sampler.warm_up(base.vocab_size, base.dtype, base.model.device)
         return self._runner.warm_up(progress)
 
     def _base_weight(self, module: int) -> Tensor:
