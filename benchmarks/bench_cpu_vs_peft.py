@@ -64,7 +64,7 @@ def compare(arguments: argparse.Namespace, adapters: dict[str, Path]) -> dict[st
     )
     names = [ADAPTERS[i % len(ADAPTERS)] for i in range(arguments.requests)]
     prompts = [
-        llm.text.render_chat([{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}])
+        llm.text_of().render_chat([{"role": "user", "content": QUESTIONS[i % len(QUESTIONS)]}])
         for i in range(arguments.requests)
     ]
     params = SamplingParams(temperature=0, max_tokens=arguments.new_tokens, ignore_eos=True)

@@ -8,6 +8,7 @@ LoramuxError
 ├── RequestError                a request that cannot be run
 │   ├── InvalidRequest          400
 │   ├── UnknownModel            404
+│   ├── AdapterReplaced         409
 │   ├── RequestTooLarge         413
 │   └── TooManyRequests         429
 └── AdapterError                an adapter that cannot be loaded, found or removed
@@ -84,6 +85,19 @@ class UnknownModel(RequestError):
         super().__init__(
             f"the model {name!r} does not exist: use a name listed by GET /v1/models, "
             "or load the adapter first"
+        )
+        self.name = name
+
+
+class AdapterReplaced(RequestError):
+    """The name has come to mean an adapter with another tokenizer while the prompt was written."""
+
+    http_status = 409
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the adapter {name!r} was replaced by one with another tokenizer while the request "
+            "was on its way: send it again"
         )
         self.name = name
 

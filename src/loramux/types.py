@@ -175,6 +175,8 @@ class AdapterInfo:
     """If not, it is read from its source again when a request needs it."""
     in_flight: int
     warnings: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    """Its tokens, where they are more than the base's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,9 @@ class GenerationRequest:
     model: str | None = None
     """None: the base model."""
     request_id: RequestId | None = None
+    codec: object = None
+    """The ``TextCodec`` that the tokens are for: an adapter with another one is not to have them.
+    None: anybody's."""
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

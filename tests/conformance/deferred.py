@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 DEFERRED = {
-    "added_tokens": "embedding",
     "moe_parameters": "target_parameters",
     "moe_parameters_down_only": "target_parameters",
     "mixtral_parameters": "target_parameters",

@@ -26,6 +26,7 @@ def assemble_tiny(
     max_step_tokens: int = 16,
     kv_blocks: int | None = None,
     device_cache: str | None = None,
+    host_cache: str | None = None,
     lora_target_modules: str | None = None,
     runs_ahead: bool = False,
 ) -> Parts:
@@ -34,6 +35,7 @@ def assemble_tiny(
         adapters=AdapterOptions(
             max_loras=max_loras,
             device_cache=device_cache,
+            host_cache=host_cache,
             lora_target_modules=lora_target_modules,
         ),
         scheduler=SchedulerOptions(

@@ -113,6 +113,8 @@ class Served:
         """What transformers, and PEFT for an adapter, make of tokens: ``[T, vocab]``."""
         model: torch.nn.Module = tiny_model()
         if name is not None:
+            if (size := self.prepared[name].vocab_size) is not None:
+                model.resize_token_embeddings(size, mean_resizing=False)  # type: ignore[operator]
             model = PeftModel.from_pretrained(model, str(self._folder / name)).eval()  # type: ignore[arg-type]
         with torch.inference_mode():
             return model(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)

@@ -27,6 +27,8 @@ from tests.cpu.served import ADAPTERS, BASE, SLOTS, TARGETS, Served, part
 from tests.cpu.test_own_values import save
 
 PROMPT = [(37 * i + 11) % 160 for i in range(7)]
+GROWN = 165
+"""Tokens of an adapter with added ones."""
 OTHER = [(53 * i + 5) % 160 for i in range(4)]
 
 
@@ -134,6 +136,36 @@ def test_adapters_with_values_of_their_own_answer_as_peft_does(
     for adapter, got in zip((None, *ADAPTERS[:2], "own"), rows, strict=True):
         assert got == pytest.approx(model.expected(adapter, PROMPT), abs=1e-4)
     assert rows[0] == before, "the base's rows must keep every bit"
+    assert not counters["graph_break"]
+
+
+def test_added_tokens_answer_as_with_peft_and_leave_nothing_behind(
+    tmp_path: Path, compiler: CompileCounter
+) -> None:
+    model = served(tmp_path, compiler)
+    grown = tiny_model()
+    grown.resize_token_embeddings(GROWN, mean_resizing=False)
+    targets = {"r": 4, "target_modules": list(TARGETS), "task_type": "CAUSAL_LM"}
+    ends = {"modules_to_save": ["embed_tokens", "lm_head"]}
+    save(grown, LoraConfig(**targets, **ends), tmp_path / "grown")
+    model.add_saved("grown")
+    model.worker.apply([model.load(2, "grown")])
+    added = [GROWN - 1] * len(PROMPT)
+    alone = [part(PROMPT, BASE, blocks=[i]) for i in range(4)]
+    before, short = model.run(*alone)[0], model.run(part([5], BASE, blocks=[7]))
+
+    slots = [BASE, 0, 1, 2]
+    prompts = [PROMPT, PROMPT, PROMPT, added]
+    rows = model.run(
+        *(part(p, slot, blocks=[slot]) for p, slot in zip(prompts, slots, strict=True))
+    )
+
+    for adapter, prompt, got in zip((None, *ADAPTERS[:2], "grown"), prompts, rows, strict=True):
+        assert got == pytest.approx(model.expected(adapter, prompt), abs=1e-4)
+    assert rows[0] == before, "the base's rows must keep every bit"
+    # Padding rows of later steps still read the buffers of this one.
+    model.run(part(added, 2, blocks=[2]))
+    assert model.run(part([5], BASE, blocks=[7])) == short
     assert not counters["graph_break"]
 
 

@@ -29,7 +29,7 @@ def llm(small: SmallEngine, tmp_path: Path) -> LLM:
     """With the adapters ``a`` and ``b``."""
     for name in "ab":
         (tmp_path / name).mkdir()
-    fakes: Any = (small.worker, small.admission, small.text)
+    fakes: Any = (small.worker, small.admission, small.languages)
     adapters = {name: str(tmp_path / name) for name in "ab"}
     return LLM.over(Parts(small.core, *fakes, "base", StepLimits(4, 8)), adapters)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -24,8 +25,9 @@ from transformers.generation.logits_process import (
 
 from loramux.plan import Sample
 from loramux.types import SamplingParams
+from loramux.worker.drawing import Choice, draw, draw_by_torch, uniform
 from loramux.worker.filters import adjust, filtered_weights
-from loramux.worker.sampler import Sampled, Sampler, choose, draw, reported_logprobs, uniform
+from loramux.worker.sampler import Sampled, Sampler, choose, reported_logprobs
 
 VOCAB = 211
 
@@ -173,8 +175,12 @@ def test_the_best_token_weighs_as_much_as_a_sum_of_all_may() -> None:
         assert 2**61 < int(weights.sum()) <= 2**62
 
 
-def test_all_tokens_equally_likely_survive_top_p() -> None:
-    found = probabilities(torch.zeros(1, 10), [sample(top_p=0.5)])
+@pytest.mark.parametrize("best", [0.0, -0.0])
+def test_all_tokens_equally_likely_survive_top_p(best: float) -> None:
+    logits = torch.zeros(1, 10)
+    logits[0, ::2] = -0.0
+    logits[0, 0] = best
+    found = probabilities(logits, [sample(top_p=0.5, top_k=3)])
     assert (found > 0).all()
 
 
@@ -400,3 +406,41 @@ def test_a_vocabulary_smaller_than_the_alternatives_is_reported_whole() -> None:
     [chosen] = choice_of(torch.zeros(1, 3), [sample(logprobs=20)])
     assert chosen.logprobs is not None
     assert len(chosen.logprobs.top) == 3
+
+
+def test_a_way_to_draw_that_is_wrong_or_fails_is_given_up_at_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def wrong(scores: Tensor, choice: Choice, drawn: Mapping[int, Sample]) -> None:
+        draw_by_torch(scores, choice, drawn)
+        for row, sample in drawn.items():
+            if sample.params.top_p < 1.0:
+                choice.token_ids[row] = 0
+
+    def broken(scores: Tensor, choice: Choice, drawn: Mapping[int, Sample]) -> None:
+        raise RuntimeError("no such instruction")
+
+    rows = mixed_batch()
+    logits = random_logits(len(rows), vocab=500)
+    expected = [chosen.token_id for chosen in Sampler().launch(logits, rows).result()]
+    for unfit in (wrong, broken):
+        sampler = Sampler(unfit)
+        sampler.warm_up(500, logits.dtype, logits.device)
+        assert [chosen.token_id for chosen in sampler.launch(logits, rows).result()] == expected
+    assert caplog.text.count("torch draws") == 2
+    assert "no such instruction" in caplog.text
+
+
+def test_a_way_to_draw_that_is_right_is_kept_at_start() -> None:
+    asked: list[int] = []
+
+    def counted(scores: Tensor, choice: Choice, drawn: Mapping[int, Sample]) -> None:
+        asked.append(len(drawn))
+        draw_by_torch(scores, choice, drawn)
+
+    sampler = Sampler(counted)
+    sampler.warm_up(500, torch.float32, torch.device("cpu"))
+    asked.clear()
+    rows = mixed_batch()
+    sampler.launch(random_logits(len(rows), vocab=500), rows).result()
+    assert sum(asked) > 0

@@ -69,7 +69,7 @@ async def running(folder: Path, seed: int = 1) -> AsyncIterator[Bench]:
         parts.core,
         parts.worker,
         parts.admission,
-        parts.text,
+        parts.languages,
         base_name="tiny",
         max_open=10,
         sources=AdapterSources(SourceOptions(disk_cache=str(folder / "cache"))),

@@ -71,7 +71,7 @@ def test_bfloat16_keeps_the_likelihoods(
 def test_chat_prompts_have_the_golden_tokens(llm: LLM, smollm2_golden: Golden) -> None:
     for prompt in smollm2_golden.prompts.values():
         if prompt.kind == "chat":
-            rendered = llm.text.render_chat([{"role": "user", "content": prompt.text}])
+            rendered = llm.text_of().render_chat([{"role": "user", "content": prompt.text}])
         else:
-            rendered = llm.text.encode(prompt.text)
+            rendered = llm.text_of().encode(prompt.text)
         assert tuple(rendered) == prompt.input_ids

@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels: weights and activations come in whole vectors.
+"""What the compiler makes of the kernels: large tensors come in whole vectors.
 
 Compiling to PTX needs no GPU. A table that loses the alignment of a pointer makes 2-byte loads,
 which cost a factor of three to six.
@@ -34,7 +34,8 @@ WIDE = re.compile(r"ld\.global\.v4\.b32|cp\.async\.cg\.shared\.global[^;]*, 0x10
 MAX_SCALARS = 32
 """Loads of 4 bytes that are right: what a segment and a slot are, and the rows' numbers."""
 
-
+MAX_STACK = 256
+"""Bytes of local memory of a thread: some numbers that the rarest pass puts aside."""
 SMALL_GPU_SHARED = 99 * 1024
 """Shared memory of a block where it is least (an L4, an RTX 4090)."""
 
@@ -44,9 +45,13 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The kernels, compiled in a process without the interpreter."""
     names = SITES if request.config.getoption("--all") else SAMPLED
     wanted = {"sites": {name: SITES[name] for name in names}, "ranks": RANKS}
-    script = Path(__file__).with_name("compile_ptx.py")
+    return _said_by("compile_ptx.py", json.dumps(wanted))
+
+
+def _said_by(script: str, argument: str) -> dict[str, Any]:
+    """What a neighbouring script prints, run without the interpreter."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), json.dumps(wanted)],
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), argument],
         capture_output=True,
         text=True,
         check=False,
@@ -80,3 +85,28 @@ def test_the_default_tiles_fit_a_small_gpu_even_in_float32(
     compiled: dict[str, Any], rows: int, few: bool, rank: int
 ) -> None:
     assert compiled["shared"][f"{rows} {rank} {few}"] <= SMALL_GPU_SHARED
+
+
+@pytest.fixture(scope="module")
+def compiled_sampling() -> dict[str, Any]:
+    """The sampling kernel by the type of its scores, for Llama 3's vocabulary."""
+    return _said_by("compile_sampling.py", "128256")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_draws_read_whole_vectors_and_keep_what_they_hold_in_registers(
+    compiled_sampling: dict[str, Any], dtype: str
+) -> None:
+    found = compiled_sampling[dtype]
+    assert not NARROW.findall(found["ptx"])
+    assert WIDE.search(found["ptx"])
+    assert found["stack"] <= MAX_STACK
+    assert found["shared"] <= SMALL_GPU_SHARED
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_weights_of_a_draw_are_computed_in_float64(
+    compiled_sampling: dict[str, Any], dtype: str
+) -> None:
+    assert "ex2.approx" not in compiled_sampling[dtype]["ptx"]
+    assert "cvt.rzi.s64.f64" in compiled_sampling[dtype]["ptx"]

@@ -9,6 +9,7 @@ import torch
 
 from loramux.ops.tiles import LONG_FROM, SHORT_ROWS, Tiles, choose_tiles
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
+from loramux.ops.triton_lora import TritonOps
 from loramux.ops.tuning import Shape
 from loramux.worker.tile_timer import SiteCopies, Timer
 
@@ -53,3 +54,18 @@ def test_tiles_without_room_have_no_times(copies: SiteCopies) -> None:
     timer = Timer(copies, LONG_FROM, few=True)
     assert timer.measure(too_large) is None
     assert timer.measure(Tiles(split_k=1)) is not None, "and the next ones are timed as before"
+
+
+def test_tiles_that_fail_in_the_form_for_dora_have_no_times(
+    copies: SiteCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with Triton 3.6 in long segments, several tiles of columns and more than one stage do."""
+
+    def fails(self: TritonOps, *arguments: object) -> None:
+        raise RuntimeError("PassManager::run failed")
+
+    timer, tiles = Timer(copies, 32, few=True), choose_tiles(4096, SHORT_ROWS, 16, few=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(TritonOps, "lora_add_", fails)
+        assert timer.measure(tiles) is None
+    assert timer.measure(tiles) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from loramux.ops.tiles import (
 from loramux.ops.triton_lora import TritonOps
 from loramux.ops.tuning import Entry, Key, Shape, Table, TableTiles
 from loramux.types import Slot
+from loramux.worker import tile_timer
 from loramux.worker.tile_timer import SiteCopies, Step
 from tests.cpu.adapted_linear import AdaptedLinear, assert_close, load_slots
 
@@ -104,6 +106,20 @@ def test_tiles_that_are_tried_in_long_steps_are_right(copies: SiteCopies) -> Non
     step = Step(copies, LONG_FROM, SLOTS)
     for tiles in candidates(LONG_FROM, few=False):
         assert step.error(step.ops(tiles)) < 1e-5
+
+
+def test_tiles_are_compiled_for_dora_as_well(
+    copies: SiteCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms: list[bool] = []
+
+    def compile_kernel(kernel: Any, grid: Any, *arguments: Any, **options: Any) -> None:
+        if "BESIDE" in options:
+            forms.append(options["BESIDE"])
+
+    monkeypatch.setattr(tile_timer, "compile_kernel", compile_kernel)
+    Step(copies, 7, 1).compile(choose_tiles(53, SHORT_ROWS, 16, few=True))
+    assert forms == [True, False]
 
 
 def test_wrong_tiles_would_be_found_out(copies: SiteCopies) -> None:

@@ -43,6 +43,7 @@ async def test_adapters_are_listed_with_their_state(client: httpx.AsyncClient) -
         "max_rank": 8,
         "pinned": True,
         "slot": None,
+        "vocab_size": None,
         "in_flight": 0,
         "warnings": [],
     }

@@ -36,6 +36,9 @@ class ScriptedEngine:
     """``submit``, ``first delta``, ``start`` and ``stop``, as they happen."""
     requests: list[GenerationRequest] = field(default_factory=list)
 
+    def text_of(self, model: str | None) -> Codec:
+        return self.text
+
     async def start(self) -> None:
         self.log.append("start")
 

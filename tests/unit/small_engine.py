@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from loramux.adapters.catalog import Catalog
+from loramux.engine.adapters import IncomingAdapter
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.core import EngineCore
+from loramux.engine.languages import Language, Languages
 from loramux.engine.origins import Origin
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits
@@ -99,6 +101,7 @@ class SmallEngine:
         max_model_len: int = 32,
         eos: Collection[int] = (),
         adapter_bytes: Mapping[str, int] | None = None,
+        vocab_sizes: Mapping[str, int] | None = None,
         adapters: Sequence[str] = (),
         worker_type: type[FakeWorker] = FakeWorker,
         runs_ahead: bool = False,
@@ -118,24 +121,25 @@ class SmallEngine:
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_step_tokens,
             adapter_bytes=adapter_bytes,
+            vocab_sizes=vocab_sizes,
             runs_ahead=runs_ahead,
         )
         self.catalog = Catalog("base")
-        self.text = FakeCodec()
+        self.languages = Languages(Language(FakeCodec(), frozenset(eos)), self.read_language)
         self.core = EngineCore(
             self.worker,
-            self.text,
+            self.languages,
             self.catalog,
             limits=Limits(max_num_seqs, max_step_tokens, block_size),
             num_blocks=num_blocks,
             num_slots=num_slots,
             arena_bytes=arena_bytes,
             host_bytes=10**6 if host_bytes is None else host_bytes,
-            eos_token_ids=eos,
             adapter_max_wait=adapter_max_wait,
             clock=lambda: self.now,
         )
-        self.admission = Admission(self.catalog, RequestLimits(max_model_len, VOCAB_SIZE))
+        limits = RequestLimits(max_model_len, VOCAB_SIZE)
+        self.admission = Admission(self.catalog, limits, self.languages)
         self.outcomes: dict[RequestId, list[Outcome]] = {}
         self.sequences: list[Request] = []
         """All that were ever submitted."""
@@ -147,10 +151,20 @@ class SmallEngine:
     ) -> AdapterInfo:
         """Register ``source`` (by default the name itself, which is then also its id)."""
         source = source or name
-        prepared = self.worker.read_adapter(name, Path(source))
-        info = self.core.register(name, source, prepared, pinned=pinned, replace=replace)
+        incoming = self._read(name, source)
+        info = self.core.register(name, source, incoming, pinned=pinned, replace=replace)
         self._settle()
         return info
+
+    def _read(self, name: str, source: str) -> IncomingAdapter:
+        prepared = self.worker.read_adapter(name, Path(source))
+        size = prepared.vocab_size
+        language = None if size is None else self.read_language(name, Path(source), size)
+        return IncomingAdapter(prepared, language)
+
+    def read_language(self, name: str, directory: Path, vocab_size: int) -> Language:
+        """One of the adapter's own, whose texts the token 7 ends as well."""
+        return Language(FakeCodec(), frozenset({*self.eos, 7}), str(directory))
 
     def unload(self, name: str) -> None:
         self.core.adapters.unregister(name)
@@ -181,6 +195,7 @@ class SmallEngine:
         self._take(self.core.abort(request_id))
 
     def step(self) -> list[Delta]:
+        self.core.check_alive()
         deltas = self.core.step() if self.core.can_step else []
         self._take(deltas)
         return deltas
@@ -191,8 +206,7 @@ class SmallEngine:
         if error is not None:
             self._take(self.core.fetch_failed(origin, error))
         else:
-            prepared = self.worker.read_adapter(origin.name, Path(origin.source))
-            self._take(self.core.fetched(origin, prepared))
+            self._take(self.core.fetched(origin, self._read(origin.name, origin.source)))
 
     def run(self) -> None:
         """Step until all requests have ended, which they do even if each is computed thrice."""

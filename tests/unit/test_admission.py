@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loramux.adapters.catalog import Catalog, Entry
 from loramux.engine.admission import Admission, Limits
-from loramux.errors import InvalidRequest, UnknownModel
+from loramux.engine.languages import Language, Languages
+from loramux.errors import AdapterReplaced, InvalidRequest, UnknownModel
 from loramux.scheduling.request import Request
+from loramux.testing import FakeCodec
 from loramux.types import AdapterId, GenerationRequest, RequestId, SamplingParams
 
-A = AdapterId("id-a")
+A, G = AdapterId("id-a"), AdapterId("id-g")
+
+NAMES = {None: None, "a": A, "g": G}
 
 
 @pytest.fixture
 def admission() -> Admission:
-    """A context of 10 tokens out of 100, and an adapter ``a``."""
+    """A context of 10 tokens out of 100, an adapter ``a``, and ``g`` with 104 tokens."""
     catalog = Catalog("base")
     catalog.add(Entry("a", A, source="here", num_bytes=1, max_rank=8))
-    return Admission(catalog, Limits(max_model_len=10, vocab_size=100))
+    catalog.add(Entry("g", G, source="here", num_bytes=1, max_rank=8, vocab_size=104))
+    languages = Languages(Language(FakeCodec(), frozenset()), no_language)
+    languages.add(G, Language(FakeCodec(), frozenset()))
+    return Admission(catalog, Limits(max_model_len=10, vocab_size=100), languages)
+
+
+def no_language(name: str, directory: Path, vocab_size: int) -> Language:
+    raise AssertionError("no adapter is read here")
 
 
 def admit(
@@ -29,6 +42,7 @@ def admit(
     *,
     model: str | None = None,
     request_id: str | None = None,
+    codec: object = None,
     **params: Any,
 ) -> list[Request]:
     return admission.admit(
@@ -37,6 +51,7 @@ def admit(
             params=SamplingParams(**params),
             model=model,
             request_id=None if request_id is None else RequestId(request_id),
+            codec=codec,
         )
     )
 
@@ -138,3 +153,64 @@ def test_a_prompt_that_is_too_long_is_told_the_limit(admission: Admission) -> No
 def test_too_many_tokens_are_told_how_many_there_may_be(admission: Admission) -> None:
     with pytest.raises(InvalidRequest, match="ask for 7 tokens or less"):
         admit(admission, max_tokens=8)
+
+
+def test_an_adapter_may_have_more_tokens(admission: Admission) -> None:
+    (sequence,) = admit(admission, [103], model="g", stop_token_ids=(100,))
+    assert (sequence.adapter_id, sequence.tokens) == (G, [103])
+
+
+@pytest.mark.parametrize(("model", "token"), [(None, 100), ("base", 103), ("a", 100), ("g", 104)])
+@pytest.mark.parametrize("param", ["prompt", "stop_token_ids"])
+def test_tokens_of_another_vocabulary_are_refused_and_nothing_is_held(
+    admission: Admission, model: str | None, token: int, param: str
+) -> None:
+    prompt, stops = ([1, token, 2], ()) if param == "prompt" else ([1], (3, token))
+    last = 103 if model == "g" else 99
+    with pytest.raises(InvalidRequest, match=f"{token} is not in 0 … {last}") as refusal:
+        admit(admission, prompt, model=model, stop_token_ids=stops)
+    assert refusal.value.param == param
+    assert admission.catalog.in_flight(G) == admission.catalog.in_flight(A) == 0
+
+
+@pytest.mark.timeout(20)
+def test_a_request_is_checked_against_the_adapter_that_it_holds(admission: Admission) -> None:
+    """While a name goes to and fro between a small and a large vocabulary."""
+    catalog, done = admission.catalog, threading.Event()
+    small = Entry("x", A, source="here", num_bytes=1, max_rank=8)
+    large = Entry("x", G, source="here", num_bytes=1, max_rank=8, vocab_size=104)
+    catalog.add(small)
+
+    def replace() -> None:
+        while not done.is_set():
+            catalog.add(large, replace=True)
+            catalog.add(small, replace=True)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    admitted = refused = 0
+    try:
+        while not (admitted > 200 and refused > 200):
+            try:
+                (sequence,) = admit(admission, [103], model="x")
+            except InvalidRequest:
+                refused += 1
+            else:
+                admitted += 1
+                assert sequence.adapter_id == G
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("model", [None, "a", "g"])
+def test_tokens_for_another_tokenizer_are_sent_back(
+    admission: Admission, model: str | None
+) -> None:
+    codecs = {name: admission._languages.of(i).text for name, i in NAMES.items()}
+    (sequence,) = admit(admission, model=model, codec=codecs[model])
+    assert sequence.adapter_id == NAMES[model]
+    other = codecs["a" if model == "g" else "g"]
+    with pytest.raises(AdapterReplaced, match="send it again"):
+        admit(admission, model=model, codec=other)
+    assert admission.catalog.in_flight(G) == (model == "g")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from loramux.errors import (
 from loramux.plan import StepPlan
 from loramux.testing import FakeWorker, expected_tokens
 from loramux.testing.worker import FakeLaunchedStep
-from loramux.types import Delta, GenerationRequest, RequestId, SamplingParams
+from loramux.types import AdapterId, Delta, GenerationRequest, RequestId, SamplingParams
 from tests.unit.small_engine import Outcome, SmallEngine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
@@ -71,8 +73,9 @@ class Bench:
         max_open: int = 100,
         at_start: Sequence[str] = (),
         runs_ahead: bool = False,
+        **sizes: Any,
     ) -> None:
-        self.small = SmallEngine(worker_type=GatedWorker, runs_ahead=runs_ahead)
+        self.small = SmallEngine(worker_type=GatedWorker, runs_ahead=runs_ahead, **sizes)
         assert isinstance(self.small.worker, GatedWorker)
         self.worker = self.small.worker
         self.folder = folder
@@ -80,7 +83,7 @@ class Bench:
             self.small.core,
             self.worker,
             self.small.admission,
-            self.small.text,
+            self.small.languages,
             base_name="base",
             max_open=max_open,
             adapters=[(name, self.source(name)) for name in at_start],
@@ -543,3 +546,74 @@ async def test_a_failed_engine_can_be_stopped(running: Running) -> None:
         await outcomes(stream, 2)
         await bench.engine.stop()
         assert "the device is lost" in (bench.engine.failure or "")
+
+
+# Adapters whose copies come and go
+
+ONE_COPY = {"adapter_bytes": {"a": 60, "b": 60}, "host_bytes": 100}
+"""Host memory holds a copy of either adapter."""
+
+
+async def test_an_adapter_without_a_copy_is_read_again(running: Running) -> None:
+    async with running(at_start="ab", **ONE_COPY) as bench:
+        for name in "abba":
+            done = await outcome(bench.submit(name))
+            assert done.tokens == following(4, name)
+        assert bench.small.core.stats().host_evictions >= 2
+
+
+async def test_streams_go_on_while_an_adapter_is_read_again(running: Running) -> None:
+    async with running(at_start="ab", **ONE_COPY) as bench:
+        assert (await outcome(bench.submit("b"))).tokens == following(4, "b")
+        bench.worker.read_gate.clear()
+        bench.worker.in_read.clear()
+        late = asyncio.create_task(outcome(bench.submit("a")))
+        assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
+        for model in (None, None):
+            assert (await outcome(bench.submit(model))).finish_reason == "length"
+        assert not late.done()
+        bench.worker.read_gate.set()
+        assert (await late).tokens == following(4, "a")
+
+
+async def test_the_engine_makes_no_steps_while_all_wait_for_a_source(running: Running) -> None:
+    async with running(at_start="ab", **ONE_COPY) as bench:
+        await outcome(bench.submit("b"))
+        bench.worker.read_gate.clear()
+        late = asyncio.create_task(outcome(bench.submit("a")))
+        await asyncio.sleep(0.05)
+        num_steps = bench.small.core.stats().num_steps
+        used = time.process_time()
+        await asyncio.sleep(0.2)
+        assert time.process_time() - used < 0.1, "the engine's thread spins"
+        assert bench.small.core.stats().num_steps == num_steps
+        bench.worker.read_gate.set()
+        assert (await late).finish_reason == "length"
+
+
+async def test_a_source_that_is_gone_ends_the_requests_that_wait_for_it_alone(
+    running: Running,
+) -> None:
+    async with running(at_start="ab", **ONE_COPY) as bench:
+        await outcome(bench.submit("b"))
+        (bench.folder / "a").rmdir()
+        failed, fine = await asyncio.gather(outcome(bench.submit("a")), outcome(bench.submit("b")))
+        assert failed.finish_reason == "error"
+        assert "there is no such directory" in (failed.error or "")
+        assert fine.tokens == following(4, "b")
+        (bench.folder / "a").mkdir()
+        assert (await outcome(bench.submit("a"))).tokens == following(4, "a")
+
+
+async def test_a_source_with_other_weights_is_not_taken_for_the_adapter(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(at_start="ab", **ONE_COPY) as bench:
+        await outcome(bench.submit("b"))
+        read = bench.worker.read_adapter
+        other = replace(read("a", bench.folder / "a"), adapter_id=AdapterId("other"))
+        monkeypatch.setattr(bench.worker, "read_adapter", lambda name, directory: other)
+        failed = await outcome(bench.submit("a"))
+        assert failed.finish_reason == "error"
+        assert "load_inplace" in (failed.error or "")
+        assert "other" not in bench.worker.installed

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
 from loramux.adapters.catalog import Catalog, Entry
-from loramux.errors import AdapterExists, UnknownAdapter, UnknownModel
+from loramux.errors import AdapterExists, InvalidRequest, UnknownAdapter, UnknownModel
 from loramux.types import AdapterId
 
 A, B = AdapterId("id-a"), AdapterId("id-b")
@@ -28,6 +29,34 @@ def catalog() -> Catalog:
 @pytest.mark.parametrize("model", [None, "base"])
 def test_the_base_is_no_adapter(catalog: Catalog, model: str | None) -> None:
     assert catalog.hold(model) is None
+
+
+def refuse(entry: Entry | None) -> None:
+    raise InvalidRequest("not there" if entry is None else entry.name)
+
+
+@pytest.mark.parametrize(("model", "told"), [("a", "a"), ("base", "not there")])
+def test_what_does_not_pass_the_check_is_not_held(catalog: Catalog, model: str, told: str) -> None:
+    with pytest.raises(InvalidRequest, match=told):
+        catalog.hold(model, check=refuse)
+    assert catalog.in_flight(A) == 0
+
+
+def test_no_name_changes_between_the_check_and_the_hold(catalog: Catalog) -> None:
+    replaced = threading.Event()
+
+    def replace() -> None:
+        catalog.add(entry("a", B), replace=True)
+        replaced.set()
+
+    def check(found: Entry | None) -> None:
+        threading.Thread(target=replace, daemon=True).start()
+        assert not replaced.wait(0.2)
+
+    assert catalog.hold("a", check=check) == A
+    assert replaced.wait(5)
+    assert catalog.id_of("a") == B
+    assert catalog.release(A) == [A]
 
 
 def test_a_name_leads_to_its_adapter(catalog: Catalog) -> None:

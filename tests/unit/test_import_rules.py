@@ -79,7 +79,7 @@ WITH_TORCH = (
     "adapters.formats.reader", "adapters.formats.tensors", "adapters.identity",
     "adapters.conversion", "adapters.formats.write_mlx", "adapters.formats.write_peft",
     "adapters.plain", "adapters.spectrum", "demo.convert",
-    "engine.text",
+    "engine.adapter_text", "engine.text",
 )  # fmt: skip
 """Modules inside the parts above that read tensors; nothing there may load them at its start."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from loramux.errors import AdapterExists, UnknownAdapter, UnknownModel
@@ -22,6 +22,12 @@ class Entry:
     max_rank: int
     pinned: bool = False
     warnings: tuple[str, ...] = ()
+    vocab_size: int | None = None
+    """Where it has more tokens than the base."""
+
+
+Check = Callable[[Entry | None], None]
+"""Raises where a request cannot go to an adapter; None is the base."""
 
 
 class Catalog:
@@ -68,19 +74,27 @@ class Catalog:
                 raise UnknownAdapter(name)
             return self._unheld(self._entries.pop(name).adapter_id)
 
-    def hold(self, model: str | None, count: int = 1) -> AdapterId | None:
+    def hold(
+        self, model: str | None, count: int = 1, *, check: Check = lambda entry: None
+    ) -> AdapterId | None:
         """The adapter that a request means, held for ``count`` sequences; None is the base.
 
-        Raises UnknownModel.
+        No other adapter can get the name between ``check`` and the hold. Raises UnknownModel, and
+        what ``check`` raises; then nothing is held.
         """
-        if model is None or model == self.base_name:
-            return None
         with self._lock:
-            if model not in self._entries:
-                raise UnknownModel(model)
-            adapter_id = self._entries[model].adapter_id
-            self._in_flight[adapter_id] += count
-            return adapter_id
+            entry = self._find(model)
+            check(entry)
+            if entry is None:
+                return None
+            self._in_flight[entry.adapter_id] += count
+            return entry.adapter_id
+
+    def id_of(self, model: str | None) -> AdapterId | None:
+        """The adapter that a name means at this moment; None is the base. Raises UnknownModel."""
+        with self._lock:
+            entry = self._find(model)
+            return None if entry is None else entry.adapter_id
 
     def release(self, adapter_id: AdapterId, count: int = 1) -> list[AdapterId]:
         """Sequences that held an adapter have ended."""
@@ -99,6 +113,13 @@ class Catalog:
     def in_flight(self, adapter_id: AdapterId) -> int:
         """Sequences that run or wait on an adapter."""
         return self._in_flight[adapter_id]
+
+    def _find(self, model: str | None) -> Entry | None:
+        if model is None or model == self.base_name:
+            return None
+        if model not in self._entries:
+            raise UnknownModel(model)
+        return self._entries[model]
 
     def _unheld(self, adapter_id: AdapterId) -> list[AdapterId]:
         if self._in_flight[adapter_id]:

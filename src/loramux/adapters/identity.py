@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from loramux.adapters.spec import LoraSpec, ModuleDelta
+from loramux.adapters.spec import LoraSpec, ModuleDelta, Replacement
 from loramux.types import AdapterId
 
 _DOMAIN = b"loramux adapter 2\n"
@@ -25,7 +25,7 @@ def adapter_id(spec: LoraSpec, tensors: Mapping[str, torch.Tensor]) -> AdapterId
         rows = None if delta.rows is None else [delta.rows.start, delta.rows.stop]
         facts = [delta.module, rows, delta.rank, float(delta.scale).hex(), _kinds(delta)]
         _add(digest, facts, _weights(delta, tensors))
-    for own in sorted(spec.replacements, key=lambda own: (own.module, own.parameter)):
+    for own in sorted(spec.replacements, key=_place_of_own):
         facts = ["own", own.module, own.parameter, own.rows]
         _add(digest, facts, [tensors[own.tensor]])
     return AdapterId(digest.hexdigest())
@@ -33,6 +33,10 @@ def adapter_id(spec: LoraSpec, tensors: Mapping[str, torch.Tensor]) -> AdapterId
 
 def _place(delta: ModuleDelta) -> tuple[str, int]:
     return delta.module, 0 if delta.rows is None else delta.rows.start
+
+
+def _place_of_own(own: Replacement) -> tuple[str, str, bool]:
+    return own.module, own.parameter, own.rows is not None
 
 
 def _kinds(delta: ModuleDelta) -> list[bool]:

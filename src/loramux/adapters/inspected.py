@@ -99,6 +99,8 @@ class Inspection:
     layers: tuple[LayerFacts, ...] = ()
     replaced: tuple[str, ...] = ()
     """Parameters of the base that the adapter has its own values for."""
+    vocab_size: int | None = None
+    """Tokens of the adapter, where they are known to be more than the base's."""
 
 
 @dataclass(frozen=True)

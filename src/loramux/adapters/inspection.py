@@ -88,6 +88,7 @@ def inspect_adapter(
                 verdict="serveable",
                 unusual=loaded.spec.warnings,
                 replaced=tuple(map(_replaced, loaded.spec.replacements)),
+                vocab_size=loaded.spec.vocab_size,
             )
         found = replace(found, modules=modules, layers=tuple(_layers(modules)), bytes=tiers)
     peft = told.meaning if isinstance(told.meaning, PeftConfig) else None
@@ -164,8 +165,11 @@ def _own_layout(stated: Stated, entries: Mapping[str, TensorEntry]) -> BaseLayou
         if isinstance(parsed, DeltaKey) and parsed.of_embedding:
             embedding = parsed.path
         elif isinstance(parsed, ParameterKey):
-            rows = _VOCABULARY if parsed.origin == "tokens" else next(iter(entry.shape), 0)
-            replaceable[parsed.path][parsed.parameter] = (rows, *entry.shape[1:])
+            if parsed.origin != "tokens":
+                replaceable[parsed.path][parsed.parameter] = entry.shape
+            else:  # which may stand beside the whole
+                some = (_VOCABULARY, *entry.shape[1:])
+                replaceable[parsed.path].setdefault(parsed.parameter, some)
     ends = {path.rpartition(".")[2]: path for path in (*replaceable, *modules)}
     return BaseLayout(
         # With the name that the adapter gives, so that no other name is remarked upon.

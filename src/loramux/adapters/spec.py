@@ -157,6 +157,8 @@ class LoraSpec:
     deltas: tuple[ModuleDelta, ...]
     warnings: tuple[str, ...] = field(default=())
     replacements: tuple[Replacement, ...] = ()
+    vocab_size: int | None = None
+    """Tokens of the adapter's own embedding and head, where they are more than the base's."""
 
     def by_module(self) -> dict[str, tuple[ModuleDelta, ...]]:
         """Several deltas of one module change different rows of it; their ranks add up."""
@@ -185,3 +187,5 @@ class PreparedAdapter:
     max_rank: int
     warnings: tuple[str, ...]
     content: object
+    vocab_size: int | None = None
+    """Of an adapter that has more tokens than the base."""

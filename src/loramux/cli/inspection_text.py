@@ -70,6 +70,8 @@ def _facts(found: Inspection) -> Iterator[tuple[str, str]]:
             word for word, used in (("rsLoRA", found.use_rslora), ("DoRA", found.use_dora)) if used
         ]
         yield "config", ", ".join([f"rank {found.rank}", f"alpha {found.alpha:g}", *kinds])
+    if found.vocab_size is not None:
+        yield "vocabulary", f"{found.vocab_size} tokens, more than the base's"
     if found.bytes.file is not None:
         yield "file", _size(found.bytes.file)
     if found.bytes.block is not None:

@@ -29,10 +29,12 @@ async def answer_all(
 
 
 def _request(engine: Engine, answer: Answer, max_tokens: int) -> GenerationRequest:
+    codec = engine.text_of(answer.model)
     return GenerationRequest(
-        prompt_token_ids=engine.text.render_chat([{"role": "user", "content": answer.prompt}]),
+        prompt_token_ids=codec.render_chat([{"role": "user", "content": answer.prompt}]),
         params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
         model=answer.model,
+        codec=codec,
     )
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import NamedTuple
 
 from loramux.adapters.catalog import Catalog, Entry
 from loramux.adapters.residency import Residency, Room
 from loramux.adapters.sources import AdapterSources, shown_source
 from loramux.adapters.spec import PreparedAdapter
 from loramux.engine.interface import Worker
+from loramux.engine.languages import Language, Languages
 from loramux.engine.origins import Origin
 from loramux.errors import AdapterRefused
 from loramux.types import AdapterId, AdapterInfo, SourceRules
@@ -17,20 +21,31 @@ from loramux.types import AdapterId, AdapterInfo, SourceRules
 log = logging.getLogger(__name__)
 
 
-class AdapterDesk:
-    """Keeps catalog, residency and worker in step. Called from the engine's thread."""
+class IncomingAdapter(NamedTuple):
+    """An adapter that has been read and has no name yet."""
 
-    def __init__(self, catalog: Catalog, residency: Residency, worker: Worker) -> None:
+    prepared: PreparedAdapter
+    language: Language | None = None
+    """Where it has more tokens than the base."""
+
+
+class AdapterDesk:
+    """Keeps catalog, residency, languages and worker in step. Called from the engine's thread."""
+
+    def __init__(
+        self, catalog: Catalog, residency: Residency, worker: Worker, languages: Languages
+    ) -> None:
         self._catalog = catalog
         self._residency = residency
         self._worker = worker
+        self._languages = languages
         self._origins: dict[AdapterId, Origin] = {}
 
     def register(
         self,
         name: str,
         source: str,
-        prepared: PreparedAdapter,
+        incoming: IncomingAdapter,
         *,
         pinned: bool,
         replace: bool,
@@ -44,6 +59,7 @@ class AdapterDesk:
         Raises AdapterExists, or AdapterRefused if it could never have a slot; then nothing changes.
         """
         self._catalog.check_name(name, replace=replace)
+        prepared, language = incoming
         adapter_id = prepared.adapter_id
         pins = {e.adapter_id for e in self._catalog if e.pinned and e.name != name}
         if pinned:
@@ -53,6 +69,8 @@ class AdapterDesk:
             raise AdapterRefused(name, [objection])
         if not self._residency.knows(adapter_id):
             self._residency.add(adapter_id, prepared.num_bytes)
+            if language is not None:
+                self._languages.add(adapter_id, language)
         if self._residency.lacks_copy(adapter_id) and self._make_room(adapter_id, in_use):
             self._keep(prepared)
         self._origins[adapter_id] = Origin(adapter_id, name, source, rules)
@@ -64,6 +82,7 @@ class AdapterDesk:
             max_rank=prepared.max_rank,
             pinned=pinned,
             warnings=prepared.warnings,
+            vocab_size=prepared.vocab_size,
         )
         unheld = self._catalog.add(entry, replace=replace)
         self._settle_pins()
@@ -87,10 +106,11 @@ class AdapterDesk:
         return [self._describe(entry) for entry in self._catalog]
 
     def check(self) -> None:
-        """Assert that residency and catalog know of the same adapters and pins."""
+        """Assert that residency, catalog and languages know of the same adapters and pins."""
         known = self._residency.known()
         assert known == self._catalog.held(), "an adapter leaked or is lost"
         assert known == self._origins.keys()
+        assert self._languages.known() <= known, "a tokenizer leaked"
         assert self._residency.pinned == {e.adapter_id for e in self._catalog if e.pinned}
 
     def begin_fetch(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> Origin | None:
@@ -99,10 +119,11 @@ class AdapterDesk:
             return None
         return self._origins[adapter_id]
 
-    def fetched(self, origin: Origin, prepared: PreparedAdapter) -> str | None:
+    def fetched(self, origin: Origin, incoming: IncomingAdapter) -> str | None:
         """The copy of an adapter is there; what is wrong with it, if it is no copy of that one."""
         if origin.adapter_id not in self._residency.host.fetching:
             return None  # nobody holds the adapter any more
+        prepared = incoming.prepared
         if prepared.adapter_id != origin.adapter_id:
             self._residency.host.failed(origin.adapter_id)
             return (
@@ -138,6 +159,7 @@ class AdapterDesk:
         for adapter_id in adapter_ids:
             self._give_up(self._residency.forget(adapter_id))
             del self._origins[adapter_id]
+            self._languages.forget(adapter_id)
 
     def _settle_pins(self) -> None:
         """An id is pinned while one of its names is, not while requests alone hold it."""
@@ -155,19 +177,38 @@ class AdapterDesk:
             in_host_memory=entry.adapter_id in self._residency.host,
             in_flight=self._catalog.in_flight(entry.adapter_id),
             warnings=entry.warnings,
+            vocab_size=entry.vocab_size,
         )
 
 
-def read_adapter(
-    worker: Worker,
-    sources: AdapterSources,
-    name: str,
-    source: str,
-    rules: SourceRules | None = None,
-) -> PreparedAdapter:
-    """Find, read and check an adapter, in any thread. Raises AdapterError."""
-    with sources.open(name, source, rules) as directory:
-        return worker.read_adapter(name, directory)
+@dataclass(frozen=True)
+class AdapterReader:
+    """Finds, reads and checks adapters, in any thread."""
+
+    worker: Worker
+    sources: AdapterSources
+    languages: Languages
+
+    def read(self, name: str, source: str, rules: SourceRules | None = None) -> IncomingAdapter:
+        """Raises AdapterError."""
+        with self.sources.open(name, source, rules) as directory:
+            prepared = self.worker.read_adapter(name, directory)
+            if prepared.vocab_size is None:
+                return IncomingAdapter(prepared)
+            language = self.languages.read(name, directory, prepared.vocab_size)
+        prepared = replace(
+            prepared,
+            adapter_id=_speaking(prepared.adapter_id, language),
+            warnings=(*prepared.warnings, *language.warnings),
+        )
+        return IncomingAdapter(prepared, language)
+
+
+def _speaking(adapter_id: AdapterId, language: Language) -> AdapterId:
+    """The id of an adapter with a tokenizer of its own: with another one it is another adapter."""
+    if not language.fingerprint:
+        return adapter_id
+    return AdapterId(sha256(f"{adapter_id} {language.fingerprint}".encode()).hexdigest())
 
 
 def _log_loaded(entry: Entry) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loramux.adapters.catalog import Catalog
-from loramux.errors import InvalidRequest
+from loramux.adapters.catalog import Catalog, Entry
+from loramux.engine.languages import Languages
+from loramux.errors import AdapterReplaced, InvalidRequest
 from loramux.scheduling.request import Request
 from loramux.types import GenerationRequest, RequestId
 
@@ -19,19 +20,30 @@ class Limits:
 
     max_model_len: int
     vocab_size: int
+    """Of the base; an adapter may have more tokens."""
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What a request asks of the model that it goes to."""
+
+    request: GenerationRequest
+    extremes: Mapping[str, tuple[int, int]]
+    """The least and the largest token id of each field that has any."""
 
 
 class Admission:
     """Checks requests against the limits and the catalog; holds their adapters while they run."""
 
-    def __init__(self, catalog: Catalog, limits: Limits) -> None:
+    def __init__(self, catalog: Catalog, limits: Limits, languages: Languages) -> None:
         self.catalog = catalog
         self.limits = limits
+        self._languages = languages
 
     def admit(self, request: GenerationRequest) -> list[Request]:
         """One sequence for each completion asked for, all holding the adapter.
 
-        Raises UnknownModel or InvalidRequest, and then holds nothing.
+        Raises UnknownModel, AdapterReplaced or InvalidRequest, and then holds nothing.
         """
         params = request.params
         prompt = list(request.prompt_token_ids)
@@ -42,10 +54,13 @@ class Admission:
                 f"min_tokens ({params.min_tokens}) does not fit behind {len(prompt)} prompt tokens",
                 "min_tokens",
             )
-        self._check_ids("stop_token_ids", params.stop_token_ids)
+        named = {"prompt": prompt, "stop_token_ids": params.stop_token_ids}
+        needs = _Needs(request, {p: (min(ids), max(ids)) for p, ids in named.items() if ids})
         parent_id = request.request_id or RequestId(f"req-{uuid.uuid4().hex}")
         seed = random.getrandbits(63) if params.seed is None else params.seed
-        adapter_id = self.catalog.hold(request.model, params.n)
+        adapter_id = self.catalog.hold(
+            request.model, params.n, check=lambda entry: self._check_model(entry, needs)
+        )
         return [
             Request(
                 request_id=RequestId(f"{parent_id}/{index}"),
@@ -66,13 +81,20 @@ class Admission:
             raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
         if not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
             raise InvalidRequest("prompt token ids must be integers", "prompt")
-        self._check_ids("prompt", prompt)
 
-    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+    def _check_model(self, entry: Entry | None, needs: _Needs) -> None:
+        """Check what hangs on the model; None is the base. Quick, since the catalog waits."""
         vocab = self.limits.vocab_size
-        wrong = next((t for t in ids if not 0 <= t < vocab), None)
-        if wrong is not None:
-            raise InvalidRequest(f"token id {wrong} is not in 0 … {vocab - 1}", param)
+        if entry is not None:
+            vocab = entry.vocab_size or vocab
+        for param, ids in needs.extremes.items():
+            wrong = next((token for token in ids if not 0 <= token < vocab), None)
+            if wrong is not None:
+                raise InvalidRequest(f"token id {wrong} is not in 0 … {vocab - 1}", param)
+        adapter_id = None if entry is None else entry.adapter_id
+        codec = needs.request.codec
+        if codec is not None and codec is not self._languages.of(adapter_id).text:
+            raise AdapterReplaced(str(needs.request.model))
 
     def _check_length(self, prompt: int, max_tokens: int | None) -> int:
         """Length of prompt and output together."""

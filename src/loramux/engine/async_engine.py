@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 from loramux.adapters.sources import AdapterSources
-from loramux.engine.adapters import read_adapter
+from loramux.engine.adapters import AdapterReader
 from loramux.engine.admission import Admission
 from loramux.engine.core import EngineCore
 from loramux.engine.fetcher import Fetcher, Outcome
-from loramux.engine.interface import EngineText, Worker
+from loramux.engine.interface import TextCodec, Worker
+from loramux.engine.languages import Languages
 from loramux.engine.origins import Origin
 from loramux.errors import EngineStopped, InvalidRequest, LoramuxError, TooManyRequests
 from loramux.types import (
@@ -84,7 +85,7 @@ class AsyncEngine:
         core: EngineCore,
         worker: Worker,
         admission: Admission,
-        text: EngineText,
+        languages: Languages,
         *,
         base_name: str,
         max_open: int,
@@ -94,12 +95,11 @@ class AsyncEngine:
         """``adapters`` are names and sources to load at start; ``max_open`` bounds all requests."""
         self.base_name = base_name
         self.max_model_len = admission.limits.max_model_len
-        self.text = text
         self._core = core
-        self._worker = worker
+        self._languages = languages
         self._admission = admission
-        self._sources = sources or AdapterSources()
-        self._fetcher = Fetcher(worker, self._sources, self._take)
+        self._reader = AdapterReader(worker, sources or AdapterSources(), languages)
+        self._fetcher = Fetcher(self._reader, self._take)
         self._reading = asyncio.Semaphore(_MAX_READS)
         self._max_open = max_open
         self._adapters_at_start = tuple(adapters)
@@ -142,6 +142,10 @@ class AsyncEngine:
         await self._ended.wait()
         self._thread.join()
 
+    def text_of(self, model: str | None) -> TextCodec:
+        """The codec of a model. Raises UnknownModel."""
+        return self._languages.of(self._admission.catalog.id_of(model)).text
+
     def submit(self, request: GenerationRequest) -> EngineStream:
         """Raises RequestError, or EngineStopped when the engine is down."""
         self._check_alive()
@@ -179,12 +183,10 @@ class AsyncEngine:
         self._check_alive()
         self._admission.catalog.check_name(name, replace=load_inplace)
         async with self._reading:
-            prepared = await _in_a_thread(
-                lambda: read_adapter(self._worker, self._sources, name, source, rules)
-            )
+            incoming = await _in_a_thread(lambda: self._reader.read(name, source, rules))
         return await self._call(
             lambda: self._core.register(
-                name, source, prepared, pinned=pinned, replace=load_inplace, rules=rules
+                name, source, incoming, pinned=pinned, replace=load_inplace, rules=rules
             )
         )
 

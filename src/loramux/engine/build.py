@@ -16,10 +16,12 @@ from loramux.adapters.catalog import Catalog
 from loramux.adapters.sources import AdapterSources
 from loramux.adapters.target_modules import is_open, restrict
 from loramux.config import BLOCK_SIZE, EngineOptions, StepLimits, parse_bytes
+from loramux.engine.adapter_text import LanguageReader
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.async_engine import AsyncEngine
 from loramux.engine.core import EngineCore
+from loramux.engine.languages import Language, Languages
 from loramux.engine.text import HFText
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import block_bytes
@@ -64,7 +66,7 @@ class Parts:
     core: EngineCore
     worker: Worker
     admission: Admission
-    text: HFText
+    languages: Languages
     base_name: str
     limits: StepLimits
     sources: AdapterSources = field(default_factory=AdapterSources)
@@ -83,7 +85,7 @@ def build_async_engine(
         parts.core,
         parts.worker,
         parts.admission,
-        parts.text,
+        parts.languages,
         base_name=parts.base_name,
         max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
         adapters=tuple((adapters or {}).items()),
@@ -163,21 +165,24 @@ def assemble(
             base_slot=Slot(num_slots),
         )
         log.info("self-check passed: logits within %.1e standard deviations", worst)
-    text = HFText(tokenizer)
+    languages = Languages(
+        Language(HFText(tokenizer), model.eos_token_ids),
+        LanguageReader(tokenizer, model.eos_token_ids).read,
+    )
     catalog = Catalog(base_name)
     core = EngineCore(
         worker,
-        text,
+        languages,
         catalog,
         limits=Limits(limits.max_num_seqs, limits.max_step_tokens, BLOCK_SIZE),
         num_blocks=num_blocks,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
         host_bytes=options.adapters.host_bytes(arena_bytes),
-        eos_token_ids=model.eos_token_ids,
         adapter_max_wait=options.adapters.adapter_max_wait,
     )
-    admission = Admission(catalog, RequestLimits(model.max_model_len, model.vocab_size))
+    limits_of_requests = RequestLimits(model.max_model_len, model.vocab_size)
+    admission = Admission(catalog, limits_of_requests, languages)
     log.info(
         "serving %s: %s, %s attention, %s LoRA op",
         base_name,
@@ -204,7 +209,7 @@ def assemble(
         gc.collect()
         gc.freeze()
     sources = AdapterSources(options.sources)
-    return Parts(core, worker, admission, text, base_name, limits, sources)
+    return Parts(core, worker, admission, languages, base_name, limits, sources)
 
 
 def _first_blocks(

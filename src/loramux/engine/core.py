@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from loramux.adapters.catalog import Catalog
 from loramux.adapters.residency import Residency
-from loramux.adapters.spec import PreparedAdapter
-from loramux.engine.adapters import AdapterDesk
+from loramux.engine.adapters import AdapterDesk, IncomingAdapter
 from loramux.engine.answer import Answer
-from loramux.engine.interface import EngineText, LaunchedStep, Worker
+from loramux.engine.interface import LaunchedStep, Worker
+from loramux.engine.languages import Languages
 from loramux.engine.origins import Origin
 from loramux.errors import EngineStopped
 from loramux.plan import SequenceResult, SequenceStep
@@ -49,7 +49,7 @@ class EngineCore:
     def __init__(
         self,
         worker: Worker,
-        text: EngineText,
+        languages: Languages,
         catalog: Catalog,
         *,
         limits: Limits,
@@ -57,17 +57,15 @@ class EngineCore:
         num_slots: int,
         arena_bytes: int,
         host_bytes: int,
-        eos_token_ids: Collection[int],
         adapter_max_wait: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``adapter_max_wait``: seconds that a request waits for a slot before one is drained."""
         self._worker = worker
-        self._text = text
-        self._eos_token_ids = frozenset(eos_token_ids)
+        self._languages = languages
         self._blocks = BlockAllocator(num_blocks)
         self._residency = Residency(num_slots, arena_bytes, host_bytes)
-        self.adapters = AdapterDesk(catalog, self._residency, worker)
+        self.adapters = AdapterDesk(catalog, self._residency, worker, languages)
         self._answers: dict[RequestId, Answer] = {}
         self._scheduler = Scheduler(
             limits,
@@ -94,7 +92,7 @@ class EngineCore:
         self,
         name: str,
         source: str,
-        prepared: PreparedAdapter,
+        incoming: IncomingAdapter,
         *,
         pinned: bool = False,
         replace: bool = False,
@@ -104,10 +102,10 @@ class EngineCore:
         return self.adapters.register(
             name,
             source,
-            prepared,
+            incoming,
             pinned=pinned,
             replace=replace,
-            in_use=self._scheduler.keep_copies_from(prepared.adapter_id),
+            in_use=self._scheduler.keep_copies_from(incoming.prepared.adapter_id),
             rules=rules,
         )
 
@@ -126,9 +124,9 @@ class EngineCore:
                 begun.append(origin)
         return begun
 
-    def fetched(self, origin: Origin, prepared: PreparedAdapter) -> list[Delta]:
+    def fetched(self, origin: Origin, incoming: IncomingAdapter) -> list[Delta]:
         """Take an adapter that ``take_fetches`` asked for; deltas of requests that end by it."""
-        problem = self.adapters.fetched(origin, prepared)
+        problem = self.adapters.fetched(origin, incoming)
         return [] if problem is None else self._fail_waiting(origin, problem)
 
     def fetch_failed(self, origin: Origin, error: str) -> list[Delta]:
@@ -152,10 +150,11 @@ class EngineCore:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue admitted sequences whose adapter is installed."""
         for request in requests:
-            detokenizer = self._text.detokenizer(
+            language = self._languages.of(request.adapter_id)
+            detokenizer = language.text.detokenizer(
                 skip_special_tokens=request.params.skip_special_tokens
             )
-            self._answers[request.request_id] = Answer(request, detokenizer, self._eos_token_ids)
+            self._answers[request.request_id] = Answer(request, detokenizer, language.eos_token_ids)
             self._scheduler.add(request)
 
     def abort(self, parent_id: RequestId) -> list[Delta]:

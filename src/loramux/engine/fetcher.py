@@ -8,10 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
-from loramux.adapters.sources import AdapterSources
-from loramux.adapters.spec import PreparedAdapter
-from loramux.engine.adapters import read_adapter
-from loramux.engine.interface import Worker
+from loramux.engine.adapters import AdapterReader, IncomingAdapter
 from loramux.engine.origins import Origin
 from loramux.errors import AdapterError, AdapterSourceUnavailable
 
@@ -21,7 +18,7 @@ _THREADS = 8
 _RETRY_AFTER = (0.5, 2.0)
 """Seconds before a source that cannot be reached is asked again."""
 
-Outcome = PreparedAdapter | str
+Outcome = IncomingAdapter | str
 """An adapter, or why it cannot be read."""
 
 
@@ -33,15 +30,13 @@ class Fetcher:
 
     def __init__(
         self,
-        worker: Worker,
-        sources: AdapterSources,
+        reader: AdapterReader,
         deliver: Callable[[Origin, Outcome], None],
         *,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """``deliver`` is called in a thread of the fetcher, once for each origin."""
-        self._worker = worker
-        self._sources = sources
+        self._reader = reader
         self._deliver = deliver
         self._sleep = sleep
         self._wanted: SimpleQueue[Origin] = SimpleQueue()
@@ -66,7 +61,7 @@ class Fetcher:
         began = time.perf_counter()
         for seconds in (*_RETRY_AFTER, None):
             try:
-                found = self._read(origin)
+                found = self._reader.read(origin.name, origin.source, origin.rules)
             except AdapterSourceUnavailable as problem:
                 if seconds is None:
                     return str(problem)
@@ -82,6 +77,3 @@ class Fetcher:
                 log.info("adapter %r read in %.2f s", origin.name, time.perf_counter() - began)
                 return found
         raise AssertionError("the last attempt returns")
-
-    def _read(self, origin: Origin) -> PreparedAdapter:
-        return read_adapter(self._worker, self._sources, origin.name, origin.source, origin.rules)

@@ -79,7 +79,7 @@ class Stream(Protocol):
 
 
 class TextCodec(Protocol):
-    """Text to tokens and back, by the base model's tokenizer."""
+    """Text to tokens and back, by one tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, with the special tokens that the tokenizer adds by itself."""
@@ -120,12 +120,18 @@ class Engine(Protocol):
     base_name: str
     max_model_len: int
 
-    @property
-    def text(self) -> TextCodec: ...
+    def text_of(self, model: str | None) -> TextCodec:
+        """The codec of a model: an adapter with more tokens than the base may have its own.
+
+        Give it along with the tokens that it has made: the name may come to mean another adapter
+        before they are submitted. Raises UnknownModel.
+        """
+        ...
 
     def submit(self, request: GenerationRequest) -> Stream:
-        """Queue a request. Raises RequestError (UnknownModel, InvalidRequest) at once, so that a
-        server can answer with a status before it starts a stream; EngineStopped when it is down.
+        """Queue a request. Raises RequestError (UnknownModel, InvalidRequest, AdapterReplaced) at
+        once, so that a server can answer with a status before it starts a stream; EngineStopped
+        when it is down.
         """
         ...
 

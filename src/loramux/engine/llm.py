@@ -7,9 +7,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from loramux.config import EngineOptions
-from loramux.engine.adapters import read_adapter
+from loramux.engine.adapters import AdapterReader
 from loramux.engine.build import Parts, build_parts
 from loramux.engine.fetcher import Fetcher, Outcome
+from loramux.engine.interface import TextCodec
 from loramux.engine.origins import Origin
 from loramux.errors import InvalidRequest
 from loramux.types import (
@@ -55,14 +56,11 @@ class LLM:
 
     def _attach(self, parts: Parts, adapters: Mapping[str, str]) -> None:
         self._core = parts.core
-        self._worker = parts.worker
         self._admission = parts.admission
-        self._sources = parts.sources
+        self._languages = parts.languages
+        self._reader = AdapterReader(parts.worker, parts.sources, parts.languages)
         self._fetched: SimpleQueue[tuple[Origin, Outcome]] = SimpleQueue()
-        self._fetcher = Fetcher(
-            parts.worker, parts.sources, lambda *fetched: self._fetched.put(fetched)
-        )
-        self.text = parts.text
+        self._fetcher = Fetcher(self._reader, lambda *fetched: self._fetched.put(fetched))
         for name, source in adapters.items():
             self.load_adapter(name, source)
 
@@ -79,13 +77,13 @@ class LLM:
         Raises UnknownModel or InvalidRequest, and then runs nothing; EngineStopped once a step has
         failed.
         """
+        given = _as_prompts(prompts)
+        all_params = _one_each("params", params or SamplingParams(), len(given), SamplingParams)
+        models = _one_each("adapter", adapter, len(given), str | None)
         prompt_ids = [
-            self.text.encode(p) if isinstance(p, str) else list(p) for p in _as_prompts(prompts)
+            self.text_of(model).encode(prompt) if isinstance(prompt, str) else list(prompt)
+            for prompt, model in zip(given, models, strict=True)
         ]
-        all_params = _one_each(
-            "params", params or SamplingParams(), len(prompt_ids), SamplingParams
-        )
-        models = _one_each("adapter", adapter, len(prompt_ids), str | None)
         requests = [
             GenerationRequest(prompt_token_ids=ids, params=p, model=model)
             for ids, p, model in zip(prompt_ids, all_params, models, strict=True)
@@ -100,14 +98,25 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations (lists of messages) through the model's chat template."""
-        prompts = [self.text.render_chat(messages) for messages in conversations]
-        return self.generate(prompts, params, adapter=adapter)
+        models = _one_each("adapter", adapter, len(conversations), str | None)
+        prompts = [
+            self.text_of(model).render_chat(messages)
+            for messages, model in zip(conversations, models, strict=True)
+        ]
+        return self.generate(prompts, params, adapter=models)
+
+    def text_of(self, adapter: str | None = None) -> TextCodec:
+        """Text to tokens and back, by the tokenizer of an adapter or of the base.
+
+        Raises UnknownModel.
+        """
+        return self._languages.of(self._admission.catalog.id_of(adapter)).text
 
     def load_adapter(self, name: str, source: str, *, replace: bool = False) -> AdapterInfo:
         """Read, check and name an adapter. Raises AdapterError with every reason."""
         self._admission.catalog.check_name(name, replace=replace)
-        prepared = read_adapter(self._worker, self._sources, name, source)
-        return self._core.register(name, source, prepared, replace=replace)
+        incoming = self._reader.read(name, source)
+        return self._core.register(name, source, incoming, replace=replace)
 
     def unload_adapter(self, name: str) -> None:
         """Free an adapter. Raises UnknownAdapter."""

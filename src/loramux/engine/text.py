@@ -16,6 +16,9 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 _MORE_BYTES = 3
 """A UTF-8 character has at most this many bytes after its first one."""
 
+_MOST_SILENT = 64
+"""Tokens in a row that come to no text at all; they are not decoded again with those after them."""
+
 
 class HFText:
     """The engine's TextCodec over ``tokenizer``."""
@@ -138,6 +141,8 @@ class Detokenizer:
         if new:  # a context without text would look like the beginning of the text
             self._context, self._pending = shown, self._pending[count:]
             self._context_text = self._decode(self._context)
+        elif count > _MOST_SILENT:
+            self._pending = self._pending[count:]
         return new
 
 

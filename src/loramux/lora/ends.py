@@ -68,7 +68,11 @@ class AdaptedEmbedding(_Wrapper):
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids ``[1, T]`` -> ``[1, T, hidden]``."""
         context = self.context
-        y = self.base(token_ids)
+        known = token_ids
+        if context.own.widest is not None:
+            # Tokens that the base lacks are in rows of adapters alone, which are replaced below.
+            known = token_ids.clamp(max=self.vocab_size - 1)
+        y = self.base(known)
         if context.own.active:
             for rows, own in context.own.find(self.name, context.routing):
                 y[0, rows] = self._own(own, token_ids[0, rows], y[0, rows])
@@ -111,31 +115,49 @@ class AdaptedHead(_Wrapper):
         super().__init__(base, context)
         self.name = name
         weight, bias = cast(Tensor, base.weight), cast("Tensor | None", base.bias)
-        self.site = Site((Slice(module, 0, weight.shape[0]),), weight.shape[1], bias)
+        self.vocab_size = weight.shape[0]
+        self.site = Site((Slice(module, 0, self.vocab_size),), weight.shape[1], bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x ``[1, R, hidden]`` -> logits ``[1, R, vocab]``."""
+        """x ``[1, R, hidden]`` -> logits ``[1, R, vocab]``.
+
+        They are as wide as the largest vocabulary of the step. What a row has beyond its own
+        adapter's means nothing: those who read the logits must not look at it.
+        """
         y = self.base(x)
         ctx = self.context
-        if ctx.own.active:
-            routing = ctx.own.head_routing
-            y_rows, x_rows = y[0], x[0].contiguous()
-            found = ctx.own.find(self.name, routing)
-            for rows, own in found:
-                if own.parameters:
-                    y_rows[rows] = functional_call(self.base, own.parameters, (x_rows[rows],))
-                if own.rows is not None:
-                    numbers, values = own.rows
-                    some = y_rows[rows]
-                    some[:, numbers] = F.linear(x_rows[rows], values, self._bias_of(numbers))
-                    y_rows[rows] = some
-            ctx.ops.lora_add_(
-                y_rows, x_rows, self.site, ctx.arena, ctx.tables, ctx.own.head_routing
-            )
-            for rows, own in found:
-                if own.shift is not None:
-                    y_rows[rows] = y_rows[rows] + own.shift
-        return y
+        if not ctx.own.active:
+            return y
+        y_rows, x_rows = y[0], x[0].contiguous()
+        found = ctx.own.find(self.name, ctx.own.head_routing)
+        grown = [(rows, own) for rows, own in found if self._has_grown(own)]
+        alike = [(rows, own) for rows, own in found if not self._has_grown(own)]
+        for rows, own in alike:
+            y_rows[rows] = self._own(own, x_rows[rows], y_rows[rows])
+        ctx.ops.lora_add_(y_rows, x_rows, self.site, ctx.arena, ctx.tables, ctx.own.head_routing)
+        for rows, own in alike:
+            if own.shift is not None:
+                y_rows[rows] = y_rows[rows] + own.shift
+        if ctx.own.widest is None:
+            return y
+        wide = F.pad(y, (0, ctx.own.widest - self.vocab_size))
+        for rows, own in grown:
+            logits = self._own(own, x_rows[rows], y_rows[rows])
+            wide[0, rows, : logits.shape[-1]] = logits
+        return wide
 
-    def _bias_of(self, numbers: Tensor) -> Tensor | None:
-        return None if self.site.bias is None else self.site.bias[numbers]
+    def _has_grown(self, own: OwnModule) -> bool:
+        """Whether this is a head for more tokens than the base's, as a whole and without LoRA."""
+        weight = own.parameters.get("weight")
+        return weight is not None and weight.shape[0] > self.vocab_size
+
+    def _own(self, own: OwnModule, x: Tensor, y: Tensor) -> Tensor:
+        """Logits by an adapter's own head, or own rows of the base's, which makes ``y``."""
+        if own.parameters:
+            y = functional_call(self.base, own.parameters, (x,))
+        if own.rows is not None:
+            numbers, values = own.rows
+            bias = own.parameters.get("bias", self.site.bias)
+            y = y.clone()
+            y[:, numbers] = F.linear(x, values, None if bias is None else bias[numbers])
+        return y

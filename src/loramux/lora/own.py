@@ -61,16 +61,27 @@ class OwnParts:
         """The rows whose logits are computed, where a step has such parts."""
         self._slots: list[dict[str, OwnModule]] = [{} for _ in range(routing.num_slots + 1)]
         self._ends = [False] * len(self._slots)
+        self._vocab_sizes: list[int | None] = [None] * len(self._slots)
         self._places: list[tuple[Member, ...]] = []
         self.active = False
         """Whether any adapter of the current step has such parts."""
+        self.widest: int | None = None
+        """The largest vocabulary of the current step, where it is larger than the base's."""
         self.number = register_own(self)
         """By which ``ops.opaque`` finds them."""
 
-    def set(self, slot: Slot, own: Sequence[OwnTensor], block: Tensor, *, ends: bool) -> None:
+    def set(
+        self,
+        slot: Slot,
+        own: Sequence[OwnTensor],
+        block: Tensor,
+        *,
+        ends: bool,
+        vocab_size: int | None = None,
+    ) -> None:
         """Say what a slot's adapter has; ``ends``: whether LoRA is on its embedding or head.
 
-        ``block``: the part of the arena where it stands.
+        ``block``: the part of the arena where it stands. ``vocab_size``: as of ``HostCopy``.
         """
         modules: dict[str, OwnModule] = {}
         for tensor in own:
@@ -82,9 +93,15 @@ class OwnParts:
             else:
                 module.parameters[tensor.kind] = view
         self._slots[slot], self._ends[slot] = modules, ends
+        self._vocab_sizes[slot] = vocab_size
 
     def clear(self, slot: Slot) -> None:
         self._slots[slot], self._ends[slot] = {}, False
+        self._vocab_sizes[slot] = None
+
+    def vocab_size_of(self, slot: Slot) -> int | None:
+        """Tokens of a slot's adapter; None: as many as the base's."""
+        return self._vocab_sizes[slot]
 
     def begin_step(
         self,
@@ -96,6 +113,8 @@ class OwnParts:
     ) -> None:
         """Say whose rows the step has, as ``Routing.fill`` takes them, and which have logits."""
         self.active = self.any_of(slots)
+        sizes = (self._vocab_sizes[slot] for slot in slots)
+        self.widest = max((size for size in sizes if size is not None), default=None)
         if self.active:
             heads = np.repeat(np.asarray(slots), np.asarray(tokens_per_seq))[logit_rows].tolist()
             self.head_routing.fill(heads, [1] * len(heads), few=few)

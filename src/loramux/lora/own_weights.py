@@ -58,10 +58,16 @@ def own_values(
     """All that an adapter has beside A, B and g, in ``dtype``.
 
     Biases of linears become differences from the base's, so that they can be added to a row that
-    has the base's already. What equals the base's values is left out.
+    has the base's already; not so that of a head with more tokens, which is the adapter's as a
+    whole. What equals the base's values is left out.
     """
     found: list[OwnValues] = []
     shifts: dict[str, Tensor] = {}
+    wholes = {
+        r.module: tensors[r.tensor]
+        for r in spec.replacements
+        if r.parameter == "weight" and r.rows is None
+    }
     for delta in spec.deltas:
         if delta.b_bias is not None:
             part = torch.cat(delta.pick(tensors[delta.b_bias])).float() * delta.scale
@@ -69,7 +75,8 @@ def own_values(
     for replacement in spec.replacements:
         module, parameter, own = replacement.module, replacement.parameter, replacement.tensor
         base = base_parameter(module, parameter)
-        if parameter == "bias" and module in linears:
+        grown = tensors[own].dim() == 1 and tensors[own].shape != base.shape
+        if parameter == "bias" and module in linears and not grown:
             difference = tensors[own].float() - base.float().cpu()
             _shift(shifts, module, linears, difference, None)
             continue
@@ -77,7 +84,11 @@ def own_values(
         if rows is not None:
             order = sorted(range(len(rows)), key=rows.__getitem__)
             rows, values = tuple(rows[i] for i in order), values[order]
-        there = base if rows is None else base[torch.tensor(rows, device=base.device)]
+            # Single rows may stand on a whole weight of the adapter's own.
+            whole = wholes.get(module, base)
+            there = whole[torch.tensor(rows, device=whole.device)].to(dtype)
+        else:
+            there = base
         if values.shape != there.shape or not torch.equal(values.to(there.device), there):
             kind: Kind = "bias" if parameter == "bias" else "weight"
             found.append(OwnValues(module, kind, values, rows))
@@ -91,7 +102,10 @@ def own_elements(spec: LoraSpec, layout: BaseLayout) -> int:
     total = 0
     for r in spec.replacements:
         shape = layout.replaceable[r.module][r.parameter]
-        if r.parameter == "bias" and r.module in layout.modules:
+        grown = spec.vocab_size is not None and r.module in (layout.embedding, layout.head)
+        if grown:
+            shape = (spec.vocab_size or 0, *shape[1:])
+        if r.parameter == "bias" and r.module in layout.modules and not grown:
             shifted.add(r.module)
         else:
             total += pad(prod(shape if r.rows is None else (len(r.rows), *shape[1:])))

@@ -48,6 +48,8 @@ class HostCopy:
     placements: tuple[Placement, ...]
     own: tuple[OwnTensor, ...] = ()
     """What is there beside LoRA, behind it in the block."""
+    vocab_size: int | None = None
+    """Of an adapter that has more tokens than the base."""
 
     @property
     def num_bytes(self) -> int:
@@ -114,7 +116,8 @@ def pack(
                 has_gain=size[2] > 0,
             )
         )
-    return HostCopy(block, tuple(placements), tuple(_place_own(own, block, cursor)))
+    placed = tuple(_place_own(own, block, cursor))
+    return HostCopy(block, tuple(placements), placed, spec.vocab_size)
 
 
 def _place_own(own: Sequence[OwnValues], block: Tensor, cursor: int) -> Iterator[OwnTensor]:

@@ -21,6 +21,13 @@ MIN_ROWS = 2
 _PRODUCTS = (nn.Linear, nn.Embedding)
 _MAX_VARIANTS = 64
 """Compilations of one piece of modelling code: forms of a step, times kinds of layers."""
+_INDUCTOR = {
+    "combo_kernels": True,
+    # Round wherever the modelling code does, and fuse no product with a sum. Else each form of a
+    # step, compiled apart, leaves out other roundings, and bits of a base row would hang on whether
+    # adapters share its step.
+    "emulate_precision_casts": True,
+}
 
 
 def compile_layers(
@@ -33,7 +40,7 @@ def compile_layers(
     ``runs``: layers that run as one (``model.stack``).
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
-    options = {"combo_kernels": True} if backend == "inductor" else None
+    options = _INDUCTOR if backend == "inductor" else None
     stack = decoder_layers(model)
     assert stack is not None, "the examination has found attention in layers"
     parent, layers = stack

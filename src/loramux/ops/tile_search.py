@@ -40,7 +40,7 @@ class TileTimer(Protocol):
         ...
 
     def measure(self, tiles: Tiles) -> float | None:
-        """Microseconds; None where the GPU has no room for the tiles."""
+        """Microseconds; None where the tiles cannot run."""
         ...
 
 
@@ -50,7 +50,7 @@ class Found:
 
     tiles: Tiles
     measured: float | None
-    """None where the GPU has room for none of those tried."""
+    """None where none of those tried can run."""
     start: float | None
 
 

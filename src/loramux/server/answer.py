@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Self
 
-from loramux.engine.interface import Engine, Stream
+from loramux.engine.interface import Engine, Stream, TextCodec
 from loramux.errors import EngineStopped
 from loramux.server.errors import GenerationFailed
 from loramux.server.metrics import Timer
@@ -75,6 +75,7 @@ class Answer:
         params: SamplingParams,
         *,
         model: str | None,
+        codec: TextCodec,
         timer: Timer,
     ) -> None:
         self._n = params.n
@@ -86,7 +87,9 @@ class Answer:
         self._streams: list[Stream] = []
         try:
             for token_ids in prompts:
-                request = GenerationRequest(prompt_token_ids=token_ids, params=params, model=model)
+                request = GenerationRequest(
+                    prompt_token_ids=token_ids, params=params, model=model, codec=codec
+                )
                 self._streams.append(engine.submit(request))
         except BaseException:
             self.abort()

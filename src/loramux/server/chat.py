@@ -28,12 +28,12 @@ async def create_chat_completion(request: Request, context: Context) -> Response
     """Answer a conversation; see ``ChatRequest`` for the fields."""
     body = await read_json(request, ChatRequest, limit=context.options.max_body_bytes)
     params = body.params()
-    codec = context.engine.text
+    codec = context.engine.text_of(context.engine_model(body.model))
     prompt = await render_chat(codec, [message.for_template() for message in body.messages])
     renderer = ChatRenderer(body, prompt, codec, answer_id=f"chatcmpl-{request.state.id}")
     try:
         return await reply(
-            request, context, body, prompts=[prompt], params=params, renderer=renderer
+            request, context, body, codec, prompts=[prompt], params=params, renderer=renderer
         )
     except InvalidRequest as error:
         if error.param != "prompt":

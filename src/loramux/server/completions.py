@@ -28,10 +28,12 @@ async def create_completion(request: Request, context: Context) -> Response:
     """Continue each prompt; see ``CompletionRequest`` for the fields."""
     body = await read_json(request, CompletionRequest, limit=context.options.max_body_bytes)
     params = body.params()
-    codec = context.engine.text
+    codec = context.engine.text_of(context.engine_model(body.model))
     prompts = [await encode(codec, prompt) for prompt in body.prompt]
     renderer = CompletionRenderer(body, prompts, codec, answer_id=f"cmpl-{request.state.id}")
-    return await reply(request, context, body, prompts=prompts, params=params, renderer=renderer)
+    return await reply(
+        request, context, body, codec, prompts=prompts, params=params, renderer=renderer
+    )
 
 
 class CompletionRenderer:

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from loramux.errors import (
     AdapterExists,
     AdapterRefused,
+    AdapterReplaced,
     AdapterSourceForbidden,
     AdapterSourceNotFound,
     AdapterSourceUnavailable,
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _CODES: dict[type[LoramuxError], str] = {
     UnknownModel: "model_not_found",
+    AdapterReplaced: "adapter_replaced",
     RequestTooLarge: "request_too_large",
     AdapterRefused: "adapter_refused",
     AdapterSourceNotFound: "adapter_source_not_found",

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from loramux.engine.interface import TextCodec
 from loramux.errors import LoramuxError
 from loramux.server.answer import Answer, Part, Usage
 from loramux.server.context import ServerContext
@@ -40,17 +41,22 @@ async def reply(
     request: Request,
     context: ServerContext,
     body: GenerationFields,
+    codec: TextCodec,
     *,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     renderer: Renderer,
 ) -> Response:
-    """Submit the prompts and answer. Raises LoramuxError for what goes wrong before the answer."""
+    """Submit the prompts, which ``codec`` has made, and answer.
+
+    Raises LoramuxError for what goes wrong before the answer.
+    """
     answer = Answer(
         context.engine,
         prompts,
         params,
         model=context.engine_model(body.model),
+        codec=codec,
         timer=context.metrics.timer(request.url.path),
     )
     if body.stream:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from loramux.errors import (
     AdapterExists,
     AdapterRefused,
+    AdapterReplaced,
     AdapterSourceNotFound,
     EngineStopped,
     InvalidRequest,
@@ -39,7 +40,7 @@ class FakeEngine:
     ``tick_seconds`` is the time of one token; ``error_after`` lets every request fail after that
     many tokens; ``failure`` may be set at any time and takes the engine down. ``requests`` holds
     all that was submitted, ``aborted`` the ids of requests that were aborted while they ran,
-    ``rules`` those of each load.
+    ``rules`` those of each load. An adapter in ``codecs`` has a codec of its own.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class FakeEngine:
         self.base_name = base_name
         self.max_model_len = max_model_len
         self.text = codec or FakeCodec()
+        self.codecs: dict[str, FakeCodec] = {}
         self.tick_seconds = tick_seconds
         self.error_after = error_after
         self.failure: str | None = None
@@ -74,11 +76,19 @@ class FakeEngine:
         """Take no more requests."""
         self.failure = self.failure or "the engine has been stopped"
 
+    def text_of(self, model: str | None) -> FakeCodec:
+        if model is None or model == self.base_name:
+            return self.text
+        if model not in self._adapters:
+            raise UnknownModel(model)
+        return self.codecs.get(model, self.text)
+
     def submit(self, request: GenerationRequest) -> FakeStream:
         if self.failure is not None:
             raise EngineStopped(self.failure)
-        if request.model not in (None, self.base_name) and request.model not in self._adapters:
-            raise UnknownModel(str(request.model))
+        codec = self.text_of(request.model)
+        if request.codec is not None and request.codec is not codec:
+            raise AdapterReplaced(str(request.model))
         prompt = request.prompt_token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")

@@ -95,7 +95,8 @@ class FakeWorker:
     comes to; ``result`` only hands it out. With ``runs_ahead`` two steps may be outstanding.
 
     An adapter's id is its directory's name, which need not exist; its size is looked up in
-    ``adapter_bytes`` and 1 otherwise; the directory ``bad`` is refused. From the moment ``failure``
+    ``adapter_bytes`` and 1 otherwise; those in ``vocab_sizes`` have more tokens than the base; the
+    directory ``bad`` is refused. From the moment ``failure``
     is set, every launch and every result raises it. A request in ``row_errors`` gets that error for
     its next token.
     """
@@ -110,6 +111,7 @@ class FakeWorker:
         max_num_seqs: int,
         max_step_tokens: int,
         adapter_bytes: Mapping[str, int] | None = None,
+        vocab_sizes: Mapping[str, int] | None = None,
         runs_ahead: bool = False,
     ) -> None:
         self._num_slots = num_slots
@@ -119,6 +121,7 @@ class FakeWorker:
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
         self._adapter_bytes = dict(adapter_bytes or {})
+        self._vocab_sizes = dict(vocab_sizes or {})
         self._outstanding: deque[FakeLaunchedStep] = deque()
         self._last_tokens: dict[RequestId, int] = {}
         self._cells: dict[tuple[int, int], _Cell] = {}
@@ -140,7 +143,9 @@ class FakeWorker:
         if source == "bad":
             raise AdapterRefused(name, ["layer 7 does not exist", "bias='all' is not supported"])
         num_bytes = self._adapter_bytes.get(source, 1)
-        return PreparedAdapter(AdapterId(source), num_bytes, 8, (), content=source)
+        return PreparedAdapter(
+            AdapterId(source), num_bytes, 8, (), source, self._vocab_sizes.get(source)
+        )
 
     def install(self, prepared: PreparedAdapter) -> None:
         assert prepared.adapter_id not in self.installed, "an adapter is installed twice"

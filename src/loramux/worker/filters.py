@@ -7,7 +7,8 @@ device: sizes and indices come from the samples, never from the logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,65 +16,78 @@ from torch import Tensor
 
 from loramux.plan import Sample
 from loramux.worker.running_sums import last_key_kept
-from loramux.worker.transfer import Rows, upload
+from loramux.worker.transfer import Rows, upload, upload_all
 
 
 def adjust(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
     """A float32 copy of ``logits [rows, vocab]``, penalised, and -inf for forbidden tokens."""
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    _penalise_repetition(scores, samples)
-    _penalise_output(scores, samples)
-    _forbid(scores, samples)
+    vocab = scores.shape[1]
+    histories = {row: _history(s) for row, s in enumerate(samples) if s.params.penalised}
+    seen, penalty, said, cost, forbidden = upload_all(
+        (
+            *_repetitions(samples, histories, vocab),
+            *_outputs(samples, histories, vocab),
+            _forbidden(samples, vocab),
+        ),
+        scores.device,
+    )
+    flat = scores.view(-1)
+    # A token comes as often as it was seen, and each time the same is written to its place.
+    if len(seen):
+        score = flat.index_select(0, seen)
+        flat.index_copy_(0, seen, torch.where(score < 0, score * penalty, score / penalty))
+    if len(said):
+        flat.index_copy_(0, said, flat.index_select(0, said) - cost)
+    if len(forbidden):
+        flat.index_fill_(0, forbidden, -torch.inf)
     return scores
 
 
-def _penalise_repetition(scores: Tensor, samples: Sequence[Sample]) -> None:
-    places: list[np.ndarray] = []
-    penalties: list[np.ndarray] = []
-    for row, sample in enumerate(samples):
-        if sample.params.repetition_penalty != 1.0:
-            seen = np.unique(_history(sample))
-            places.append(row * scores.shape[1] + seen)
-            penalties.append(np.full(len(seen), sample.params.repetition_penalty))
-    if places:
-        where = upload(np.concatenate(places), torch.int64, scores.device)
-        penalty = upload(np.concatenate(penalties), torch.float32, scores.device)
-        score = scores.view(-1).index_select(0, where)
-        penalised = torch.where(score < 0, score * penalty, score / penalty)
-        scores.view(-1).index_copy_(0, where, penalised)
+def _history(sample: Sample) -> np.ndarray:
+    return np.fromiter(sample.tokens, dtype=np.int64, count=len(sample.tokens))
 
 
-def _penalise_output(scores: Tensor, samples: Sequence[Sample]) -> None:
-    places: list[np.ndarray] = []
-    costs: list[np.ndarray] = []
-    for row, sample in enumerate(samples):
-        params = sample.params
-        if params.presence_penalty or params.frequency_penalty:
-            output = _history(sample)[sample.num_prompt_tokens :]
-            said, times = np.unique(output, return_counts=True)
-            places.append(row * scores.shape[1] + said)
-            costs.append(params.presence_penalty + params.frequency_penalty * times)
-    if places:
-        where = upload(np.concatenate(places), torch.int64, scores.device)
-        cost = upload(np.concatenate(costs), torch.float32, scores.device)
-        # No index_add_: its atomics are needless, since no place comes twice.
-        scores.view(-1).index_copy_(0, where, scores.view(-1).index_select(0, where) - cost)
+def _repetitions(
+    samples: Sequence[Sample], histories: Mapping[int, np.ndarray], vocab: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where the flat scores have a token of the prompt or output, and the penalty there."""
+    rows = [row for row in histories if samples[row].params.repetition_penalty != 1.0]
+    penalties = [samples[row].params.repetition_penalty for row in rows]
+    lengths = [len(histories[row]) for row in rows]
+    places = _joined([row * vocab + histories[row] for row in rows])
+    return places, np.repeat(np.array(penalties, dtype=np.float32), lengths)
 
 
-def _forbid(scores: Tensor, samples: Sequence[Sample]) -> None:
-    vocab = scores.shape[1]
+def _outputs(
+    samples: Sequence[Sample], histories: Mapping[int, np.ndarray], vocab: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where the flat scores have a token of the output, and what is subtracted there."""
+    once, each = (
+        np.array([getattr(sample.params, name) for sample in samples], dtype=np.float64)
+        for name in ("presence_penalty", "frequency_penalty")
+    )
+    rows = [row for row in histories if once[row] or each[row]]
+    said = _joined([row * vocab + histories[row][samples[row].num_prompt_tokens :] for row in rows])
+    cost = once[said // vocab]
+    if each.any():
+        said, times = np.unique(said, return_counts=True)
+        cost = once[said // vocab] + each[said // vocab] * times
+    return said, cost.astype(np.float32)
+
+
+def _forbidden(samples: Sequence[Sample], vocab: int) -> np.ndarray:
     places = [
         row * vocab + token
         for row, sample in enumerate(samples)
         for token in sample.forbidden
         if token < vocab  # a stop token that the model does not have is forbidden enough
     ]
-    if places:
-        scores.view(-1).index_fill_(0, upload(places, torch.int64, scores.device), -torch.inf)
+    return np.array(places, dtype=np.int64)
 
 
-def _history(sample: Sample) -> np.ndarray:
-    return np.fromiter(sample.tokens, dtype=np.int64, count=len(sample.tokens))
+def _joined(places: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
 
 
 def filtered_weights(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
@@ -86,16 +100,29 @@ def filtered_weights(scores: Tensor, samples: Sequence[Sample]) -> Tensor:
     """
     params = [sample.params for sample in samples]
     # Distance to the best goes first, so that no temperature, however small, makes an infinity.
-    best = scores.amax(dim=-1, keepdim=True)
+    # The sum makes 0.0 of a best of -0.0, whose distance to 0.0 would have a sign.
+    best = scores.amax(dim=-1, keepdim=True) + 0.0
     gaps = (best - scores).masked_fill_(~best.isfinite(), 0.0)
     _keep_top_k(gaps, [p.top_k for p in params])
-    unit = 2.0 ** (62 - (scores.shape[1] - 1).bit_length())
-    exact = gaps.double().div_(_column([-p.temperature for p in params], gaps)).exp_().mul_(unit)
+    unit = weight_unit(scores.shape[1])
+    exact = gaps.double().mul_(_column([rate_of(p.temperature) for p in params], gaps))
+    exact = exact.exp_().mul_(unit)
     weights = exact.long()
     _keep_top_p(weights, gaps, [p.top_p for p in params])
     if any(p.min_p for p in params):
         weights.masked_fill_(exact < _column([p.min_p * unit for p in params], exact), 0)
     return weights
+
+
+def weight_unit(vocab: int) -> float:
+    """What the best token weighs."""
+    return 2.0 ** (62 - (vocab - 1).bit_length())
+
+
+def rate_of(temperature: float) -> float:
+    """By what a distance to the best is multiplied for the logarithm of a probability."""
+    # Finite for every temperature, so that no distance at all stays none.
+    return -min(1.0 / temperature, sys.float_info.max)
 
 
 def _keep_top_k(gaps: Tensor, top_k: Sequence[int]) -> None:

@@ -12,6 +12,7 @@ from loramux.plan import SequenceResult, SequenceStep, StepResult
 from loramux.types import RequestId
 from loramux.worker.logprobs import PromptLogprobs
 from loramux.worker.sampler import Sampling
+from loramux.worker.vocabularies import MixedSampling
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class LaunchedStep:
     def __init__(
         self,
         sequences: Sequence[SequenceStep],
-        sampling: Sampling,
+        sampling: Sampling | MixedSampling,
         prompts: Mapping[RequestId, PromptLogprobs],
     ) -> None:
         self._sequences = sequences

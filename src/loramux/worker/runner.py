@@ -50,6 +50,7 @@ class Runner(Protocol):
     ) -> Tensor:
         """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step.
 
+        They are as wide as the largest vocabulary of the step; see ``AdaptedHead``.
         ``last_tokens``: what the step before samples, on the device.
         """
         ...
@@ -254,7 +255,11 @@ class CapturedRunner:
         num_rows = max(len(inputs.token_ids), MIN_ROWS)
         self._set_up(self._key(num_rows, sequences, StepKind.EAGER), inputs, sequences)
         self._fill_pending(inputs, last_tokens)
-        return self._forward(num_rows, self._logit_rows[: len(inputs.logit_rows)])
+        logits = self._forward(num_rows, self._logit_rows[: len(inputs.logit_rows)])
+        if self._context.own.widest is not None:
+            # Later steps read what is left here as padding, and may know the base's tokens only.
+            self._token_ids.zero_()
+        return logits
 
     def _key(self, num_rows: int, sequences: Sequence[SequenceStep], kind: StepKind) -> GraphKey:
         max_rank, few, form = _mix_of((s.slot for s in sequences), self._context)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import struct
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from dataclasses import dataclass, replace
 from math import isfinite
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from loramux.plan import Sample
-from loramux.types import TokenLogprobs
-from loramux.worker.filters import adjust, filtered_weights
+from loramux.types import SamplingParams, TokenLogprobs
+from loramux.worker.drawing import CHUNK, Choice, Draw, draw_by_torch
+from loramux.worker.filters import adjust
 from loramux.worker.logprobs import RowLogprobs, row_logprobs
-from loramux.worker.running_sums import RunningSums
-from loramux.worker.transfer import Download, Rows, upload
+from loramux.worker.transfer import Download, Rows
 
-_CHUNK = 64
-"""Rows at a time with more than an argmax: of a large vocabulary each takes some megabytes."""
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +27,6 @@ class Sampled:
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
-
-
-class Choice(NamedTuple):
-    """Tokens chosen on the device, row by row."""
-
-    token_ids: Tensor
-    """int64 ``[rows]``; a token of the vocabulary also where a row is not sound."""
-    best: Tensor
-    """float32 ``[rows]``: the largest logit, as it tells whether the row is sound."""
 
 
 class Sampling:
@@ -81,6 +69,17 @@ class Sampling:
         return RowLogprobs(*found).listed([token for token, _ in asked], [k for _, k in asked])
 
 
+_PROBES = [
+    SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
+    )
+    for temperature in (0.5, 1.0, 2.0)
+    for top_k, top_p, min_p in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (40, 0.8, 0.05))
+    for penalty in (1.0, 1.1)
+]
+"""Rows whose tokens are compared at start."""
+
+
 class Sampler:
     """Draws or takes the best token, row by row.
 
@@ -88,36 +87,63 @@ class Sampler:
     on the other rows: a batch put together otherwise, or a sequence computed again, gives the same.
     """
 
+    def __init__(self, draw: Draw = draw_by_torch) -> None:
+        self._draw = draw
+
+    def warm_up(self, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile what the first draws from such logits would have to wait for, and try it.
+
+        A way to draw that gives other tokens than torch's, or fails, is given up for that.
+        """
+        if self._draw is draw_by_torch:
+            return
+        samples = [
+            Sample(replace(params, seed=row), row, (0,), num_prompt_tokens=1, position=row)
+            for row, params in enumerate(_PROBES)
+        ]
+        generator = torch.Generator(device).manual_seed(0)
+        logits = torch.randn(len(samples), vocab, device=device, generator=generator)
+        logits = logits.mul_(3).to(dtype)
+        expected = choose(logits, samples).token_ids.tolist()
+        try:
+            found = choose(logits, samples, self._draw).token_ids.tolist()
+        except Exception as error:  # of a compiler or driver, which have many
+            found = f"{type(error).__name__}: {error}"
+        if found != expected:
+            log.warning("this device's own way to draw tokens is wrong (%s): torch draws", found)
+            self._draw = draw_by_torch
+
     @torch.inference_mode()
     def launch(self, logits: Tensor, samples: Sequence[Sample]) -> Sampling:
         """Choose for each row of ``logits [rows, vocab]`` (any float dtype) by its sample.
 
         Waits for nothing: all that is asked of the device is put behind what it does already.
         """
-        choice = choose(logits, samples)
+        choice = choose(logits, samples, self._draw)
         logprobs = reported_logprobs(logits, choice.token_ids, samples)
         return Sampling(choice, logprobs, [sample.params.logprobs for sample in samples])
 
 
-def choose(logits: Tensor, samples: Sequence[Sample]) -> Choice:
+def choose(logits: Tensor, samples: Sequence[Sample], draw: Draw = draw_by_torch) -> Choice:
     """The work on the device for each row's token, by its sample."""
     choice = _best(logits)
-    special = [i for i, sample in enumerate(samples) if _is_special(sample)]
-    for start in range(0, len(special), _CHUNK):
-        part = special[start : start + _CHUNK]
+    drawn = {i: s for i, s in enumerate(samples) if not s.params.greedy and not _is_adjusted(s)}
+    draw(logits, choice, drawn)
+    adjusted = [i for i, sample in enumerate(samples) if _is_adjusted(sample)]
+    for start in range(0, len(adjusted), CHUNK):
+        part = adjusted[start : start + CHUNK]
         rows = Rows(part, len(samples), logits.device)
-        adjusted = _choose_special(rows.of(logits), [samples[i] for i in part])
+        found = _choose_adjusted(rows.of(logits), [samples[i] for i in part], draw)
         best = rows.of(choice.best)
         # What made the row unsound may be gone with a forbidden token, and the row still is.
-        rows.replace(choice.best, torch.where(best.isfinite(), adjusted.best, best))
-        rows.replace(choice.token_ids, adjusted.token_ids)
+        rows.replace(choice.best, torch.where(best.isfinite(), found.best, best))
+        rows.replace(choice.token_ids, found.token_ids)
     return choice
 
 
-def _is_special(sample: Sample) -> bool:
-    """Whether the row needs more than the best of its raw logits."""
-    params = sample.params
-    return not params.greedy or params.penalised or bool(sample.forbidden)
+def _is_adjusted(sample: Sample) -> bool:
+    """Whether the row is chosen from by other scores than its raw logits."""
+    return sample.params.penalised or bool(sample.forbidden)
 
 
 def _best(logits: Tensor) -> Choice:
@@ -127,41 +153,12 @@ def _best(logits: Tensor) -> Choice:
     return Choice(token_ids, logits.gather(1, token_ids[:, None])[:, 0].float())
 
 
-def _choose_special(logits: Tensor, samples: Sequence[Sample]) -> Choice:
-    """Choose for rows that have penalties, forbidden tokens or a temperature."""
+def _choose_adjusted(logits: Tensor, samples: Sequence[Sample], draw: Draw) -> Choice:
+    """Choose for rows that have penalties or forbidden tokens."""
     scores = adjust(logits, samples)
     choice = _best(scores)
-    drawn = [i for i, sample in enumerate(samples) if not sample.params.greedy]
-    if drawn:
-        rows = Rows(drawn, len(samples), logits.device)
-        draws = [samples[i] for i in drawn]
-        weights = filtered_weights(rows.of(scores), draws)
-        rows.replace(choice.token_ids, draw(weights, [_uniform_of(sample) for sample in draws]))
+    draw(scores, choice, {i: s for i, s in enumerate(samples) if not s.params.greedy})
     return choice
-
-
-def draw(weights: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Inverse of the distribution function of ``weights [rows, vocab]``, in order of token ids.
-
-    ``weights`` are as in RunningSums, some of each row above 0; the tokens are int64 ``[rows]``.
-    """
-    sums = RunningSums(weights)
-    uniform = upload(uniforms, torch.float64, weights.device)[:, None]
-    # A uniform below 1 by at least 2**-53 keeps the product below the total, also when rounded.
-    passed = (sums.total.double() * uniform).long()
-    place, _ = sums.reach(passed + 1)
-    return place[:, 0]
-
-
-def _uniform_of(sample: Sample) -> float:
-    return uniform(sample.seed, sample.position)
-
-
-def uniform(seed: int, position: int) -> float:
-    """The random number in [0, 1) of a seed at a place in the output, the same on every machine."""
-    message = struct.pack("<QQ", seed % 2**64, position)
-    bits = int.from_bytes(blake2b(message, digest_size=8).digest(), "little")
-    return (bits >> 11) * 2.0**-53
 
 
 def reported_logprobs(

@@ -12,7 +12,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -127,8 +126,10 @@ class Step:
         return ops
 
     def compile(self, tiles: Tiles) -> None:
-        """Have the kernels made that ``beside`` will run."""
-        self._add(self.ops(tiles, compile_kernel), 0)
+        """Have the kernels made that ``beside`` will run, and those of the form for DoRA."""
+        copies, ops = self.copies, self.ops(tiles, compile_kernel)
+        self._add(ops, 0)
+        ops.lora_add_(self._y, self._x, copies.sites[0], copies.arena, copies.tables, self.routing)
 
     def base(self, num_products: int) -> None:
         """The base's products alone."""
@@ -190,20 +191,25 @@ class Timer:
         self._prepared.update(new)
         with (
             ThreadPoolExecutor(os.cpu_count()) as pool,
-            suppress(PTXASError),  # which comes again when those tiles are measured
-            triton.AsyncCompileMode(pool),
+            # What does not compile fails again when those tiles are measured.
+            triton.AsyncCompileMode(pool, ignore_errors=True),
         ):
             for tiles in new:
                 self._step.compile(tiles)
 
     def measure(self, tiles: Tiles) -> float | None:
-        """Microseconds added to one product; None where the GPU has no room for the tiles."""
+        """Microseconds added to one product; None where the GPU has no room for the tiles or the
+        compiler fails on them, in this form or in the one for DoRA."""
         step, ops = self._step, self._step.ops(tiles)
+        try:
+            step.compile(tiles)
+        except (PTXASError, RuntimeError):  # RuntimeError: one of the compiler's passes failed
+            return None
         try:
             # By now the kernels must be loaded, which is not possible within a capture.
             error = step.error(ops)
             whole = self._microseconds(lambda: step.beside(ops, self._num_products))
-        except (OutOfResources, PTXASError):
+        except OutOfResources:
             return None
         assert error < _MAX_ERROR, f"{tiles} are wrong by {error:.1e}"
         return round((whole - self._base) / self._num_products, 2)

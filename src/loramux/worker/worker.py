@@ -31,6 +31,8 @@ from loramux.ops.attention import AttentionBackend
 from loramux.ops.interface import LoraOps
 from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.types import AdapterId, RequestId, Slot
+from loramux.worker import vocabularies
+from loramux.worker.drawing import draw_for
 from loramux.worker.graphs import GraphKey
 from loramux.worker.inputs import StepInputs, build_inputs
 from loramux.worker.launched import LaunchedStep, SampledTokens
@@ -90,7 +92,7 @@ class Worker:
         self._transfers = Transfers(*lanes_of(device))
         self._device = DeviceStore(arena_bytes, base.dtype, device, self._transfers)
         self._tables = SlotTables(len(anatomy.modules), num_slots, device)
-        self._sampler = Sampler()
+        self._sampler = Sampler(draw_for(device))
         self.runs_ahead = runs_ahead
         self._last_tokens = SampledTokens.none(device)
         self._contents: dict[int, AdapterId] = {}
@@ -201,6 +203,7 @@ class Worker:
             max_rank=loaded.spec.max_rank,
             warnings=loaded.spec.warnings,
             content=copy,
+            vocab_size=loaded.spec.vocab_size,
         )
 
     def install(self, prepared: PreparedAdapter) -> None:
@@ -244,7 +247,13 @@ class Worker:
         start = self._device.start_of(slot)
         self._tables.set(slot, copy.placements, start // self._device.unit)
         block = self._device.arena[start : start + copy.block.numel()]
-        self._own.set(slot, copy.own, block, ends=self._changes_ends(copy))
+        self._own.set(
+            slot,
+            copy.own,
+            block,
+            ends=self._changes_ends(copy),
+            vocab_size=copy.vocab_size,
+        )
 
     def _changes_ends(self, copy: HostCopy) -> bool:
         """Whether LoRA is on the embedding or the head, which stand behind the layers' linears."""
@@ -257,22 +266,28 @@ class Worker:
         inputs = build_inputs(plan, self._last_tokens.rows)
         logits = self.forward(inputs, plan.sequences)
         samples = [s.sample for s in inputs.sampled if s.sample is not None]
+        vocab_sizes = [self._vocab_size_of(s.slot) for s in inputs.sampled]
         step = LaunchedStep(
             plan.sequences,
-            self._sampler.launch(logits[: len(samples)], samples),
-            _prompt_logprobs(logits[len(samples) :], plan.sequences),
+            vocabularies.launch(self._sampler, logits[: len(samples)], samples, vocab_sizes),
+            self._prompt_logprobs(logits[len(samples) :], plan.sequences),
         )
         self._last_tokens = step.tokens
         return step
 
     def forward(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
-        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step."""
+        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step.
+
+        A row has as many of them as its adapter has tokens; what is beyond means nothing.
+        """
         slots = {s.slot for s in sequences} - {self._tables.num_slots}
         with self._transfers.step(slots):
             return self._runner.run(inputs, sequences, self._last_tokens.token_ids)
 
     def warm_up(self, progress: Progress = iter) -> Captured:
-        """Compile and capture what steps will need; nothing to do where neither is done."""
+        """Compile and capture what steps will need; little to do where neither is done."""
+        base = self._base
+        self._sampler.warm_up(base.vocab_size, base.dtype, base.model.device)
         return self._runner.warm_up(progress)
 
     def _base_weight(self, module: int) -> Tensor:
@@ -284,15 +299,18 @@ class Worker:
             holder = self._linears[self._anatomy.modules.index()[module]]
         return getattr(holder, parameter)
 
+    def _vocab_size_of(self, slot: Slot) -> int:
+        return self._own.vocab_size_of(slot) or self._base.vocab_size
 
-def _prompt_logprobs(
-    logits: Tensor, sequences: Sequence[SequenceStep]
-) -> dict[RequestId, PromptLogprobs]:
-    """Launch the log-probabilities of prompt tokens; ``logits`` has their rows in order."""
-    found: dict[RequestId, PromptLogprobs] = {}
-    for s in sequences:
-        tokens = s.next_prompt_tokens
-        if s.prompt_logprobs is not None:
-            found[s.request_id] = prompt_logprobs(logits[: len(tokens)], tokens, s.prompt_logprobs)
-        logits = logits[len(tokens) :]
-    return found
+    def _prompt_logprobs(
+        self, logits: Tensor, sequences: Sequence[SequenceStep]
+    ) -> dict[RequestId, PromptLogprobs]:
+        """Launch the log-probabilities of prompt tokens; ``logits`` has their rows in order."""
+        found: dict[RequestId, PromptLogprobs] = {}
+        for s in sequences:
+            tokens = s.next_prompt_tokens
+            if s.prompt_logprobs is not None:
+                rows = logits[: len(tokens), : self._vocab_size_of(s.slot)]
+                found[s.request_id] = prompt_logprobs(rows, tokens, s.prompt_logprobs)
+            logits = logits[len(tokens) :]
+        return found

@@ -51,8 +51,10 @@ def test_lora_on_an_embedding_has_words_of_its_own(key: str, part: str, adapter:
         (f"base_model.model.{Q}.base_layer.bias", (Q, "bias", "base layer")),
         (f"{Q}.bias", (Q, "bias", "own")),
         ("base_model.model.lm_head.weight", ("lm_head", "weight", "own")),
-        ("base_model.model.lm_head.modules_to_save.weight", ("lm_head", "weight", "own")),
-        ("lm_head.modules_to_save.default.weight", ("lm_head", "weight", "own")),
+        ("base_model.model.lm_head.modules_to_save.weight", ("lm_head", "weight", "copy")),
+        ("lm_head.modules_to_save.default.weight", ("lm_head", "weight", "copy")),
+        ("lm_head.original_module.weight", ("lm_head", "weight", "original")),
+        ("wte.token_adapter.base_layer.weight", ("wte", "weight", "base layer")),
         (
             "model.embed_tokens.token_adapter.trainable_tokens_delta",
             ("model.embed_tokens", "weight", "tokens"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 Part = Literal["lora_A", "lora_B", "lora_B.bias", "lora_magnitude_vector"]
-Origin = Literal["own", "base layer", "tokens"]
+Origin = Literal["own", "copy", "base layer", "original", "tokens"]
 
 _WRAPPER = "base_model.model."
 
@@ -29,7 +29,16 @@ _PARTS: dict[tuple[str, str | None], tuple[Part, bool]] = {
 """By the word in the key and what ends it: the part, and whether only embeddings have it so."""
 
 _TOKENS = re.compile(rf"(.+?)\.token_adapter\.trainable_tokens_delta{_NAME}")
-_PARAMETER = re.compile(r"(.+?)(\.base_layer|\.modules_to_save(?:\.[^.]+)?)?\.(weight|bias)")
+_PARAMETER = re.compile(
+    r"(.+?)(?:\.(?:token_adapter\.)?(base_layer)|\.(original_module)"
+    r"|\.(modules_to_save)(?:\.[^.]+)?)?\.(weight|bias)"
+)
+_ORIGINS: dict[str | None, Origin] = {
+    None: "own",
+    "modules_to_save": "copy",
+    "base_layer": "base layer",
+    "original_module": "original",
+}
 
 _OTHER_KINDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), words)
@@ -66,8 +75,10 @@ class ParameterKey:
     parameter: str
     """``weight`` or ``bias``"""
     origin: Origin
-    """``own``: trained in place of the base's. ``base layer``: the base's, as it was when LoRA was
-    put on the module. ``tokens``: those rows that the configuration names."""
+    """``own``: trained in place of the base's. ``copy``: the same, by the name that PEFT gives it
+    in memory. ``base layer``: the base's, as it was when LoRA or single tokens were put on the
+    module. ``original``: the base's, which ``own`` stands in for. ``tokens``: those rows that the
+    configuration names."""
 
 
 def parse_key(key: str) -> DeltaKey | ParameterKey | None:
@@ -82,8 +93,8 @@ def parse_key(key: str) -> DeltaKey | ParameterKey | None:
     if (tokens := _TOKENS.fullmatch(key)) is not None:
         return ParameterKey(tokens[1].removeprefix(_WRAPPER), "weight", "tokens")
     if (parameter := _PARAMETER.fullmatch(key)) is not None:
-        path, wrapper, leaf = parameter.groups()
-        origin = cast(Origin, "base layer" if wrapper == ".base_layer" else "own")
+        path, *wrappers, leaf = parameter.groups()
+        origin = _ORIGINS[next(filter(None, wrappers), None)]
         return ParameterKey(path.removeprefix(_WRAPPER), leaf, origin)
     return None
 

@@ -59,15 +59,13 @@ def build_spec(
     order = {name: i for i, name in enumerate(base.modules)}
     deltas.sort(key=lambda d: (order[d.module], 0 if d.rows is None else d.rows.start))
     adapted = {target.module for place, _ in placed for target in place.targets}
-    replacements = ReplacementBuilder(config.beside, base, report).build(
-        parameters, entries, adapted
-    )
+    replaced = ReplacementBuilder(config.beside, base, report).build(parameters, entries, adapted)
     _check_max_rank(LoraSpec(tuple(deltas)), max_rank, report)
     if report.refused:
         return None
     _warn_about_targets(config, [group.path for _, group in placed], report)
     _warn_about_base(config, base, report)
-    return LoraSpec(tuple(deltas), report.warnings, replacements)
+    return LoraSpec(tuple(deltas), report.warnings, replaced.values, replaced.vocab_size)
 
 
 def _check_dtypes(entries: Entries, report: Report) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from loramux.adapters.formats.meaning import BesideLora
 from loramux.adapters.formats.module_names import MAX_EXPLAINED, ModuleNames
 from loramux.adapters.formats.peft_keys import ParameterKey
 from loramux.adapters.formats.safetensors_header import TensorEntry
+from loramux.adapters.formats.vocabulary import ends_of, grown_to, objections
 from loramux.adapters.report import Report, printable
 from loramux.adapters.spec import BaseLayout, Replacement
 
@@ -22,8 +24,24 @@ class _Found:
     module: str
 
     @property
-    def place(self) -> tuple[str, str]:
-        return self.module, self.said.parameter
+    def place(self) -> _Place:
+        return _Place(self.module, self.said.parameter, self.said.origin == "tokens")
+
+
+class _Place(NamedTuple):
+    """What only one tensor may be for. Single tokens may come on top of a whole weight."""
+
+    module: str
+    parameter: str
+    of_tokens: bool = False
+
+
+class Replaced(NamedTuple):
+    """What an adapter replaces."""
+
+    values: tuple[Replacement, ...] = ()
+    vocab_size: int | None = None
+    """Where the adapter has more tokens than the base."""
 
 
 class ReplacementBuilder:
@@ -40,19 +58,63 @@ class ReplacementBuilder:
         keys: Mapping[str, ParameterKey],
         entries: Mapping[str, TensorEntry],
         adapted: Collection[str],
-    ) -> tuple[Replacement, ...]:
+    ) -> Replaced:
         """``adapted``: modules of the base that have LoRA, which whole weights must leave alone."""
-        found = self._match(keys)
-        first: dict[tuple[str, str], _Found] = {}
-        for f in found:
+        first: dict[_Place, _Found] = {}
+        for f in self._without_copies(self._match(keys), entries):
             if first.setdefault(f.place, f) is not f:
                 self._report.refuse("duplicate: two tensors are meant for the same place", f.key)
         for f in first.values():
             if (objection := self._objection(f, adapted)) is not None:
                 self._report.refuse(objection, f.key)
         self._check_complete(first)
-        made = [r for f in first.values() if (r := self._make(f, entries[f.key])) is not None]
-        return tuple(self._tied(made, first))
+        whole = ((p.module, entries[f.key].shape) for p, f in first.items() if not p.of_tokens)
+        vocab_size = grown_to(self._base, whole)
+        made = [
+            r
+            for f in first.values()
+            if (r := self._make(f, entries[f.key], vocab_size)) is not None
+        ]
+        made = tuple(self._tied(made, first))
+        if vocab_size is not None:
+            for objection, place in objections(self._base, vocab_size, made, adapted):
+                self._report.refuse(objection, place)
+        return Replaced(made, vocab_size)
+
+    def _without_copies(
+        self, found: Sequence[_Found], entries: Mapping[str, TensorEntry]
+    ) -> Iterator[_Found]:
+        """All but what PEFT writes again beside an embedding or a head, and does not go by.
+
+        Where it saves them unasked and modules_to_save names them, a file has three of each.
+        """
+        own = {f.place: f for f in found if f.said.origin == "own"}
+        for f in found:
+            beside = own.get(f.place)
+            if f.said.origin == "original":
+                if beside is None or not self._is_shadowed(f.module, own):
+                    self._report.refuse(
+                        "original_module is the base's, and the file does not have all that "
+                        "stands in for it",
+                        f.key,
+                    )
+                    continue
+            elif f.said.origin != "copy" or beside is None:
+                yield f
+                continue
+            shape, expected = entries[f.key].shape, entries[beside.key].shape
+            if shape == expected:
+                self._report.warn("copies in the file that PEFT does not go by either", f.key)
+            else:
+                self._report.refuse(
+                    f"shape {list(shape)} where {list(expected)} is expected", f.key
+                )
+
+    def _is_shadowed(self, module: str, own: Collection[_Place]) -> bool:
+        """Whether nothing of a base's embedding or head acts where these parameters are own."""
+        ends = ends_of(self._base)
+        concerned = ends if self._base.tied else (module,)
+        return module in ends and all(_Place(end, "weight") in own for end in concerned)
 
     def _match(self, keys: Mapping[str, ParameterKey]) -> list[_Found]:
         """Tensors with the parameters that they are for; the others are refused."""
@@ -90,10 +152,10 @@ class ReplacementBuilder:
             return "tokens of an embedding that has LoRA, too" if found.module in adapted else None
         if self._is_saved(said.path):
             return None
+        if found.module in ends_of(self._base):
+            return None  # PEFT writes them unasked once the vocabulary or one of them has changed
         if said.parameter == "bias":
             return None if beside.bias != "none" else "biases are in the file, and bias is none"
-        if found.module in (self._base.embedding, self._base.head):
-            return None  # PEFT writes them unasked once the vocabulary or one of them has changed
         return "whole weights are in the file that modules_to_save does not name"
 
     def _is_saved(self, path: str) -> bool:
@@ -102,12 +164,13 @@ class ReplacementBuilder:
         around = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
         return any(name.endswith(self._beside.modules_to_save) for name in around)
 
-    def _check_complete(self, found: Collection[tuple[str, str]]) -> None:
+    def _check_complete(self, found: Collection[_Place]) -> None:
         """What modules_to_save names must be there, lest the base's values stand in unnoticed."""
         for module, shapes in self._base.replaceable.items():
             if self._beside.modules_to_save and self._is_saved(module):
                 for parameter in shapes:
-                    if (module, parameter) not in found and not self._is_tied_away(module, found):
+                    there = _Place(module, parameter) in found
+                    if not there and not self._is_tied_away(module, found):
                         self._report.refuse(
                             "modules_to_save names modules that have no tensors in the file",
                             f"{module}.{parameter}",
@@ -119,28 +182,34 @@ class ReplacementBuilder:
                     "modules_to_save names what neither the base nor the file has", printable(name)
                 )
 
-    def _is_tied_away(self, module: str, found: Collection[tuple[str, str]]) -> bool:
+    def _is_tied_away(self, module: str, found: Collection[_Place]) -> bool:
         """Whether the other side of a tied embedding brings this one's values."""
         base = self._base
-        if not (base.tied and self._beside.ties) or module not in (base.embedding, base.head):
+        if not (base.tied and self._beside.ties) or module not in ends_of(base):
             return False
-        other = base.head if module == base.embedding else base.embedding
-        return (other, "weight") in found
+        return any(_Place(end, "weight") in found for end in ends_of(base) if end != module)
 
-    def _make(self, found: _Found, entry: TensorEntry) -> Replacement | None:
+    def _make(
+        self, found: _Found, entry: TensorEntry, vocab_size: int | None
+    ) -> Replacement | None:
         shape = self._base.replaceable[found.module][found.said.parameter]
+        if vocab_size is not None and found.module in ends_of(self._base):
+            shape = (vocab_size, *shape[1:])
         rows = self._tokens_of(found) if found.said.origin == "tokens" else None
         if rows is not None and rows and max(rows) >= shape[0]:
             self._report.refuse(
-                f"trainable_token_indices goes up to {max(rows)}, the vocabulary has {shape[0]}"
+                f"trainable_token_indices goes up to {max(rows)}, the vocabulary has {shape[0]}: "
+                "save the adapter with save_embedding_layers=True"
             )
             return None
         expected = shape if rows is None else (len(rows), *shape[1:])
         if entry.shape == expected:
             return Replacement(found.module, found.said.parameter, found.key, rows)
         reason = f"shape {list(entry.shape)} where {list(expected)} is expected"
-        if found.module in (self._base.embedding, self._base.head):
-            reason += " (embeddings of another vocabulary are not served)"
+        if found.module in ends_of(self._base):
+            reason += (
+                " (embedding and lm_head need as many tokens as the base, or more, both alike)"
+            )
         self._report.refuse(reason, found.key)
         return None
 
@@ -148,11 +217,10 @@ class ReplacementBuilder:
         """The rows that a tensor of single tokens is for, by its module."""
         table = self._beside.token_rows
         named = (rows for name, rows in table.items() if name and found.module.endswith(name))
-        either = (self._base.embedding, self._base.head)
-        return next(named, table.get("") if found.module in either else None)
+        return next(named, table.get("") if found.module in ends_of(self._base) else None)
 
     def _tied(
-        self, made: list[Replacement], found: Mapping[tuple[str, str], _Found]
+        self, made: Sequence[Replacement], found: Mapping[_Place, _Found]
     ) -> Iterator[Replacement]:
         """Where embedding and head have one weight, what is not for one side alone is for both.
 
@@ -164,10 +232,11 @@ class ReplacementBuilder:
         if not base.tied or base.embedding is None or base.head is None:
             return
         for replacement in made:
-            if replacement.module not in (base.embedding, base.head):
+            if replacement.parameter != "weight" or replacement.module not in ends_of(base):
                 continue
             other = base.head if replacement.module == base.embedding else base.embedding
-            said = found[replacement.module, "weight"].said
+            of_tokens = replacement.rows is not None
+            said = found[_Place(replacement.module, "weight", of_tokens)].said
             alone = self._is_saved(said.path) and not self._beside.ties
-            if (other, "weight") not in found and not alone:
+            if _Place(other, "weight", of_tokens) not in found and not alone:
                 yield Replacement(other, "weight", replacement.tensor, replacement.rows)

@@ -15,6 +15,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "added_tokens.json",
     "special_tokens_map.json",
+    "chat_template.jinja",
 )
 ADAPTER_FILES = (CONFIG_FILE, *WEIGHT_FILES, *TOKENIZER_FILES)
 """All that an adapter can consist of; nothing else is ever fetched."""
