@@ -44,6 +44,7 @@ async def test_adapters_are_listed_with_their_state(client: httpx.AsyncClient) -
         "pinned": True,
         "slot": None,
         "vocab_size": None,
+        "in_host_memory": True,
         "in_flight": 0,
         "warnings": [],
     }
