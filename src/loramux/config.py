@@ -245,7 +245,14 @@ class ServerOptions:
         "s3://bucket/adapters/; may be repeated; default: none",
     )
 
+    metrics_adapters: int = option(
+        50,
+        "adapters whose requests /metrics counts by name, the first that are asked for; the others "
+        "count together",
+    )
+
     def __post_init__(self) -> None:
+        _at_least("metrics_adapters", self.metrics_adapters, 0)
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         _at_least("max_body_bytes", self.max_body_bytes, 1)

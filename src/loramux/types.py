@@ -19,6 +19,9 @@ Slot = NewType("Slot", int)
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+Tier = Literal["slot", "host", "source"]
+"""The best place that an adapter is in; who has a slot has a copy in host memory as well."""
+
 MAX_LOGPROBS = 20
 MAX_N = 128
 
@@ -171,12 +174,21 @@ class AdapterInfo:
     max_rank: int
     pinned: bool
     slot: int | None
-    in_host_memory: bool
-    """If not, it is read from its source again when a request needs it."""
+    tier: Tier
+    """From ``source`` it is read again when a request needs it."""
     in_flight: int
+    """Sequences that run or wait."""
+    last_used: float | None = None
+    """Unix time at which a sequence of it was last queued or ended; names of one id share it."""
+    last_error: str | None = None
+    """Why it could not be read again, if the last attempt has failed."""
     warnings: tuple[str, ...] = ()
     vocab_size: int | None = None
     """Its tokens, where they are more than the base's."""
+
+    @property
+    def in_host_memory(self) -> bool:
+        return self.tier != "source"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +199,16 @@ class SourceRules:
     """Directory that local ones must lie in; None allows every directory."""
     prefixes: tuple[str, ...] = ()
     """Beginnings of remote sources; none allows no remote source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """How many values lie in each bucket, and their sum."""
+
+    bounds: tuple[float, ...]
+    """The upper ends of all buckets but the last, which has none."""
+    counts: tuple[int, ...]
+    total: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +238,24 @@ class EngineStats:
     """Distinct adapters, without the base, in the newest step."""
     max_step_adapters: int
     step_seconds: float
+    found_in_slot: int
+    """Sequences whose adapter had a slot when they were queued; the base's count nowhere."""
+    found_in_host: int
+    """It had a copy in host memory alone."""
+    found_in_source: int
+    """It had none: one that others were waiting for already counts here, too."""
+    host_loads: int
+    """Copies made in host memory."""
+    read_seconds: Histogram
+    """Source to host: finding, fetching, reading and checking, for each success."""
+    slot_load_seconds: Histogram
+    """Host to slot: what each load takes of the engine's thread."""
+    slot_wait_seconds: Histogram
+    """For each sequence with an adapter that has started: how long there was no slot for it."""
+    running_adapters: tuple[str, ...]
+    """Names whose adapters are in the running batch, in the order of the alphabet."""
+    waiting_adapters: tuple[str, ...]
+    """Those with sequences that wait."""
 
 
 @dataclass(frozen=True, kw_only=True)

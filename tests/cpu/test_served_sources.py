@@ -54,9 +54,10 @@ class Bench:
 
     async def state(self) -> tuple[object, list[str]]:
         """The adapters and all figures of the engine."""
+        passing = ("loramux_http_requests", "vllm:lora_requests_info")
         adapters = (await self.client.get("/v1/adapters")).json()
         lines = (await self.client.get("/metrics")).text.splitlines()
-        return adapters, [line for line in lines if not line.startswith("loramux_http_requests")]
+        return adapters, [line for line in lines if not line.startswith(passing)]
 
 
 @asynccontextmanager

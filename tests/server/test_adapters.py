@@ -44,8 +44,10 @@ async def test_adapters_are_listed_with_their_state(client: httpx.AsyncClient) -
         "pinned": True,
         "slot": None,
         "vocab_size": None,
-        "in_host_memory": True,
+        "tier": "host",
         "in_flight": 0,
+        "last_used": None,
+        "last_error": None,
         "warnings": [],
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from loramux.errors import AdapterExists, UnknownAdapter, UnknownModel
@@ -109,6 +109,10 @@ class Catalog:
         """The ids that a name or a sequence holds."""
         with self._lock:
             return {entry.adapter_id for entry in self._entries.values()} | self._in_flight.keys()
+
+    def names_of(self, adapter_ids: Collection[AdapterId]) -> list[str]:
+        """All names that mean one of these adapters now, in the order of the alphabet."""
+        return sorted(entry.name for entry in self if entry.adapter_id in adapter_ids)
 
     def in_flight(self, adapter_id: AdapterId) -> int:
         """Sequences that run or wait on an adapter."""

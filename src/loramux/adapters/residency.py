@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from loramux.adapters.host_tier import HostTier
 from loramux.plan import SlotClear, SlotLoad, SlotOrder
-from loramux.types import AdapterId, Slot
+from loramux.types import AdapterId, Slot, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,12 @@ class Residency:
             return (
                 f"with it {pinned_bytes:,} bytes of the device cache of {self.capacity_bytes:,} "
                 f"would be pinned, and another adapter needs {largest:,}: {remedy}, "
-                "or load it without pinned"
+                "or do not pin it"
             )
         if len(pinned) >= self.num_slots:
             return (
                 f"pinning it would leave no slot for others: start with --max-loras "
-                f"{len(pinned) + 1} or more, or load it without pinned"
+                f"{len(pinned) + 1} or more, or do not pin it"
             )
         return None
 
@@ -127,6 +127,15 @@ class Residency:
     @property
     def pinned(self) -> Set[AdapterId]:
         return self._pinned
+
+    def bytes_of(self, adapter_id: AdapterId) -> int:
+        return self._bytes[adapter_id]
+
+    def tier_of(self, adapter_id: AdapterId) -> Tier:
+        """The best place that a known adapter is in."""
+        if adapter_id in self._slot_of:
+            return "slot"
+        return "host" if adapter_id in self.host else "source"
 
     def knows(self, adapter_id: AdapterId) -> bool:
         return adapter_id in self._bytes

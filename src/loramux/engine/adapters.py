@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -16,6 +17,7 @@ from loramux.engine.interface import Worker
 from loramux.engine.languages import Language, Languages
 from loramux.engine.origins import Origin
 from loramux.errors import AdapterRefused
+from loramux.scheduling.tally import Tally
 from loramux.types import AdapterId, AdapterInfo, SourceRules
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ class IncomingAdapter(NamedTuple):
     prepared: PreparedAdapter
     language: Language | None = None
     """Where it has more tokens than the base."""
+    read_seconds: float = 0.0
+    """What finding, fetching, reading and checking it took."""
 
 
 class AdapterDesk:
@@ -40,6 +44,10 @@ class AdapterDesk:
         self._worker = worker
         self._languages = languages
         self._origins: dict[AdapterId, Origin] = {}
+        self._last_used: dict[AdapterId, float] = {}
+        self._last_errors: dict[AdapterId, str] = {}
+        self.reads = Tally()
+        self.num_host_loads = 0
 
     def register(
         self,
@@ -59,7 +67,7 @@ class AdapterDesk:
         Raises AdapterExists, or AdapterRefused if it could never have a slot; then nothing changes.
         """
         self._catalog.check_name(name, replace=replace)
-        prepared, language = incoming
+        prepared, language = incoming.prepared, incoming.language
         adapter_id = prepared.adapter_id
         pins = {e.adapter_id for e in self._catalog if e.pinned and e.name != name}
         if pinned:
@@ -73,6 +81,8 @@ class AdapterDesk:
                 self._languages.add(adapter_id, language)
         if self._residency.lacks_copy(adapter_id) and self._make_room(adapter_id, in_use):
             self._keep(prepared)
+        self.reads.observe(incoming.read_seconds)
+        self._last_errors.pop(adapter_id, None)
         self._origins[adapter_id] = Origin(adapter_id, name, source, rules)
         entry = Entry(
             name=name,
@@ -100,7 +110,16 @@ class AdapterDesk:
     def release(self, adapter_id: AdapterId | None) -> None:
         """A sequence that held the adapter has ended."""
         if adapter_id is not None:
+            self.note_use(adapter_id)
             self._let_go(self._catalog.release(adapter_id))
+
+    def note_use(self, adapter_id: AdapterId) -> None:
+        """A sequence that holds the adapter begins or ends."""
+        self._last_used[adapter_id] = time.time()
+
+    def names_of(self, adapter_ids: Collection[AdapterId]) -> tuple[str, ...]:
+        """The names of adapters; for any thread."""
+        return tuple(self._catalog.names_of(adapter_ids))
 
     def infos(self) -> list[AdapterInfo]:
         return [self._describe(entry) for entry in self._catalog]
@@ -123,20 +142,23 @@ class AdapterDesk:
         """The copy of an adapter is there; what is wrong with it, if it is no copy of that one."""
         if origin.adapter_id not in self._residency.host.fetching:
             return None  # nobody holds the adapter any more
-        prepared = incoming.prepared
-        if prepared.adapter_id != origin.adapter_id:
-            self._residency.host.failed(origin.adapter_id)
-            return (
+        if incoming.prepared.adapter_id != origin.adapter_id:
+            problem = (
                 f"{shown_source(origin.source)} holds another adapter now than when it was loaded: "
                 "load it again with load_inplace"
             )
-        self._keep(prepared)
+            self.fetch_failed(origin, problem)
+            return problem
+        self.reads.observe(incoming.read_seconds)
+        self._last_errors.pop(origin.adapter_id, None)
+        self._keep(incoming.prepared)
         return None
 
-    def fetch_failed(self, origin: Origin) -> None:
+    def fetch_failed(self, origin: Origin, error: str) -> None:
         """No copy of an adapter will come."""
         if origin.adapter_id in self._residency.host.fetching:
             self._residency.host.failed(origin.adapter_id)
+            self._last_errors[origin.adapter_id] = error
 
     def _make_room(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> bool:
         room = self._residency.make_host_room(adapter_id, in_use)
@@ -146,6 +168,7 @@ class AdapterDesk:
 
     def _keep(self, prepared: PreparedAdapter) -> None:
         self._worker.install(prepared)
+        self.num_host_loads += 1
         self._residency.host.arrived(prepared.adapter_id)
 
     def _give_up(self, room: Room) -> None:
@@ -159,6 +182,8 @@ class AdapterDesk:
         for adapter_id in adapter_ids:
             self._give_up(self._residency.forget(adapter_id))
             del self._origins[adapter_id]
+            self._last_used.pop(adapter_id, None)
+            self._last_errors.pop(adapter_id, None)
             self._languages.forget(adapter_id)
 
     def _settle_pins(self) -> None:
@@ -174,8 +199,10 @@ class AdapterDesk:
             max_rank=entry.max_rank,
             pinned=entry.pinned,
             slot=self._residency.find_slot(entry.adapter_id),
-            in_host_memory=entry.adapter_id in self._residency.host,
+            tier=self._residency.tier_of(entry.adapter_id),
             in_flight=self._catalog.in_flight(entry.adapter_id),
+            last_used=self._last_used.get(entry.adapter_id),
+            last_error=self._last_errors.get(entry.adapter_id),
             warnings=entry.warnings,
             vocab_size=entry.vocab_size,
         )
@@ -191,17 +218,24 @@ class AdapterReader:
 
     def read(self, name: str, source: str, rules: SourceRules | None = None) -> IncomingAdapter:
         """Raises AdapterError."""
+        began = time.perf_counter()
+        prepared, language = self._read(name, source, rules)
+        return IncomingAdapter(prepared, language, time.perf_counter() - began)
+
+    def _read(
+        self, name: str, source: str, rules: SourceRules | None
+    ) -> tuple[PreparedAdapter, Language | None]:
         with self.sources.open(name, source, rules) as directory:
             prepared = self.worker.read_adapter(name, directory)
             if prepared.vocab_size is None:
-                return IncomingAdapter(prepared)
+                return prepared, None
             language = self.languages.read(name, directory, prepared.vocab_size)
         prepared = replace(
             prepared,
             adapter_id=_speaking(prepared.adapter_id, language),
             warnings=(*prepared.warnings, *language.warnings),
         )
-        return IncomingAdapter(prepared, language)
+        return prepared, language
 
 
 def _speaking(adapter_id: AdapterId, language: Language) -> AdapterId:

@@ -119,7 +119,8 @@ def assemble(
     layout = restrict(anatomy.layout, options.adapters.lora_target_modules)
     anatomy = replace(anatomy, layout=layout)
     num_slots = options.adapters.max_loras
-    arena_bytes = _arena_bytes(model, anatomy, options)
+    slot_bytes = _slot_bytes(model, anatomy, options)
+    arena_bytes = _arena_bytes(slot_bytes, options)
     backends = choose_backends(model, anatomy, limits, options)
     kv = KvSizes.of(
         anatomy.attention,
@@ -180,6 +181,7 @@ def assemble(
         arena_bytes=arena_bytes,
         host_bytes=options.adapters.host_bytes(arena_bytes),
         adapter_max_wait=options.adapters.adapter_max_wait,
+        slot_bytes=slot_bytes,
     )
     limits_of_requests = RequestLimits(model.max_model_len, model.vocab_size)
     admission = Admission(catalog, limits_of_requests, languages)
@@ -254,10 +256,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise ModelNotServable(path, f"its tokenizer cannot be read: {error}") from error
 
 
-def _arena_bytes(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:
+def _slot_bytes(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:
+    """What each slot adds to the arena; 0 where its size is given."""
     if options.adapters.device_cache is not None:
-        return parse_bytes(options.adapters.device_cache)
+        return 0
     named = zip(anatomy.modules.names, anatomy.layer_shapes, strict=False)
     shapes = [shape for name, shape in named if is_open(anatomy.layout, name)]
-    one = block_bytes(shapes, _DEFAULT_RANK, model.dtype)
-    return options.adapters.max_loras * one
+    return block_bytes(shapes, _DEFAULT_RANK, model.dtype)
+
+
+def _arena_bytes(slot_bytes: int, options: EngineOptions) -> int:
+    if options.adapters.device_cache is not None:
+        return parse_bytes(options.adapters.device_cache)
+    return options.adapters.max_loras * slot_bytes

@@ -13,12 +13,14 @@ from loramux.engine.answer import Answer
 from loramux.engine.interface import LaunchedStep, Worker
 from loramux.engine.languages import Languages
 from loramux.engine.origins import Origin
+from loramux.engine.pool_watch import PoolWatch
 from loramux.errors import EngineStopped
-from loramux.plan import SequenceResult, SequenceStep
+from loramux.plan import SequenceResult, SequenceStep, SlotLoad
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
+from loramux.scheduling.tally import Tally
 from loramux.types import AdapterInfo, Delta, EngineStats, RequestId, SourceRules
 
 
@@ -58,9 +60,13 @@ class EngineCore:
         arena_bytes: int,
         host_bytes: int,
         adapter_max_wait: float,
+        slot_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``adapter_max_wait``: seconds that a request waits for a slot before one is drained."""
+        """``adapter_max_wait``: seconds that a request waits for a slot before one is drained.
+
+        ``slot_bytes``: what each slot adds to ``arena_bytes``, where these hang on the slots.
+        """
         self._worker = worker
         self._languages = languages
         self._blocks = BlockAllocator(num_blocks)
@@ -73,7 +79,10 @@ class EngineCore:
             self._residency,
             drains=Drains(adapter_max_wait, clock),
             forbidden_tokens=lambda request: self._answers[request.request_id].forbidden_tokens(),
+            clock=clock,
         )
+        self._watch = PoolWatch(self._residency, slot_bytes=slot_bytes, clock=clock)
+        self._slot_loads = Tally()
         self._in_flight: _InFlight | None = None
         self._committed_at = 0.0
         self._counters = _Counters()
@@ -131,7 +140,7 @@ class EngineCore:
 
     def fetch_failed(self, origin: Origin, error: str) -> list[Delta]:
         """End the requests that wait for an adapter that cannot be read."""
-        self.adapters.fetch_failed(origin)
+        self.adapters.fetch_failed(origin, error)
         return self._fail_waiting(origin, error)
 
     def _fail_waiting(self, origin: Origin, error: str) -> list[Delta]:
@@ -155,6 +164,9 @@ class EngineCore:
                 skip_special_tokens=request.params.skip_special_tokens
             )
             self._answers[request.request_id] = Answer(request, detokenizer, language.eos_token_ids)
+            if request.adapter_id is not None:
+                self.adapters.note_use(request.adapter_id)
+                self._watch.note_request(request.adapter_id)
             self._scheduler.add(request)
 
     def abort(self, parent_id: RequestId) -> list[Delta]:
@@ -208,6 +220,15 @@ class EngineCore:
             last_step_adapters=counters.last_step_adapters,
             max_step_adapters=counters.max_step_adapters,
             step_seconds=counters.step_seconds,
+            found_in_slot=self._watch.found["slot"],
+            found_in_host=self._watch.found["host"],
+            found_in_source=self._watch.found["source"],
+            host_loads=self.adapters.num_host_loads,
+            read_seconds=self.adapters.reads.histogram(),
+            slot_load_seconds=self._slot_loads.histogram(),
+            slot_wait_seconds=self._scheduler.slot_waits.histogram(),
+            running_adapters=self.adapters.names_of(self._scheduler.running_adapters()),
+            waiting_adapters=self.adapters.names_of(self._scheduler.waiting_adapters()),
         )
 
     def check(self) -> None:
@@ -240,7 +261,13 @@ class EngineCore:
         """Schedule and start a step; None when nobody can take part in one now."""
         began = time.perf_counter()
         step = self._scheduler.schedule()
-        return None if step is None else _InFlight(step, self._worker.launch(step.plan), began)
+        if step is None:
+            return None
+        launched = self._worker.launch(step.plan)
+        num_loads = sum(isinstance(order, SlotLoad) for order in step.plan.slot_orders)
+        for _ in range(num_loads):
+            self._slot_loads.observe(launched.load_seconds / num_loads)
+        return _InFlight(step, launched, began)
 
     def _can_run_ahead_of(self, step: Step) -> bool:
         return self._worker.runs_ahead and not any(map(_must_be_known, step.plan.sequences))
@@ -274,6 +301,7 @@ class EngineCore:
         self.adapters.release(request.adapter_id)
 
     def _count(self, done: _InFlight) -> None:
+        self._watch.look()
         step, counters, now = done.step, self._counters, time.perf_counter()
         adapters = {r.adapter_id for r in step.requests if r.adapter_id is not None}
         counters.num_steps += 1

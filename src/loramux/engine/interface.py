@@ -22,6 +22,11 @@ from loramux.types import (
 class LaunchedStep(Protocol):
     """A step that the device runs, has run or will run."""
 
+    @property
+    def load_seconds(self) -> float:
+        """What the plan's slot orders took of the thread that launched it."""
+        ...
+
     def result(self) -> StepResult:
         """Wait for the step; results stand in the order of the plan's sequences.
 

@@ -37,7 +37,14 @@ class Request:
     num_at_start: int = 0
     """Prompt and output when it last started to run."""
     num_preemptions: int = 0
+    without_slot_since: float | None = None
+    """When it could first have started but for the slot of its adapter."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def note_without_slot(self, now: float) -> None:
+        """Its turn has come, and its adapter has no slot."""
+        if self.without_slot_since is None:
+            self.without_slot_since = now
 
     @property
     def num_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from loramux.plan import PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPla
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
+from loramux.scheduling.tally import Tally
 from loramux.types import AdapterId, RequestId
 
 
@@ -59,6 +61,7 @@ class Scheduler:
         *,
         drains: Drains,
         forbidden_tokens: Callable[[Request], tuple[int, ...]] = lambda request: (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert limits.max_num_seqs <= limits.max_step_tokens, "each sequence needs a token a step"
         self._limits = limits
@@ -66,6 +69,7 @@ class Scheduler:
         self._residency = residency
         self._drains = drains
         self._forbidden_tokens = forbidden_tokens
+        self._clock = clock
         self._waiting: list[Request] = []  # both lists in order of arrival
         self._running: list[Request] = []
         self._ending: list[Request] = []  # only the result of a launched step is left to come
@@ -73,6 +77,8 @@ class Scheduler:
         self._by_id: dict[RequestId, Request] = {}
         self._running_adapters: Counter[AdapterId] = Counter()
         self.num_preemptions = 0
+        self.slot_waits = Tally()
+        """Of sequences with an adapter, up to their first start."""
 
     @property
     def num_drains(self) -> int:
@@ -86,6 +92,15 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def running_adapters(self) -> set[AdapterId]:
+        """Adapters in the running batch; for any thread."""
+        return set(list(self._running_adapters))
+
+    def waiting_adapters(self) -> set[AdapterId]:
+        """Adapters with sequences that wait; for any thread."""
+        waiting = list(self._waiting)  # in one go, as the engine's thread may change it
+        return {r.adapter_id for r in waiting if r.adapter_id is not None}
 
     @property
     def has_work(self) -> bool:
@@ -111,6 +126,8 @@ class Scheduler:
         self._by_id[request.request_id] = request
         request.arrival = self._num_arrived
         self._num_arrived += 1
+        if not self._has_copy(request.adapter_id):
+            request.note_without_slot(self._clock())  # it may be that no step can be made
         self._waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -267,15 +284,18 @@ class Scheduler:
     ) -> None:
         """Start waiting requests in order; one whose adapter has no slot is passed by others."""
         without_slot: set[AdapterId | None] = set()
+        now = self._clock()
         for request in list(self._waiting):
             if not budget or len(self._running) >= self._limits.max_num_seqs:
                 return
             if request.num_in_flight:
                 return  # preempted just now: a prompt cannot be computed again with a token unknown
             if request.adapter_id in without_slot:
+                request.note_without_slot(now)
                 continue
             if not self._can_have_slot(request.adapter_id):
                 without_slot.add(request.adapter_id)
+                request.note_without_slot(now)
                 self._wait_for_slot(request.adapter_id)
                 continue
             # Room for everything known so far, not for the first chunk alone: a request that
@@ -284,6 +304,9 @@ class Scheduler:
                 return
             if request.adapter_id is not None:
                 orders.extend(self._take_slot(request.adapter_id))
+                if not request.num_preemptions:
+                    since = request.without_slot_since
+                    self.slot_waits.observe(0.0 if since is None else now - since)
             count = min(request.num_uncomputed, budget)
             grown = self._grow(request, count)
             assert grown, "the blocks were counted a moment ago"

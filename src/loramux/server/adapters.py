@@ -44,6 +44,7 @@ async def unload_adapter(request: Request, context: Context) -> Response:
     require_local(request)
     body = await read_json(request, UnloadAdapterRequest, limit=context.options.max_body_bytes)
     await context.engine.unload_adapter(body.lora_name)
+    context.metrics.forget_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

@@ -29,7 +29,7 @@ def create_app(
     options = options or ServerOptions()
     name = base_name or options.served_model_name or engine.base_name
     app = FastAPI(title="loramux", version=__version__)
-    metrics = Metrics(engine)
+    metrics = Metrics(engine, max_adapters=options.metrics_adapters)
     app.state.context = ServerContext(engine, options, name, metrics)
     errors.install(app)
     openapi.install(app)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from loramux.engine.interface import Engine
+from loramux.types import EngineStats
+from loramux.types import Histogram as Observed
 
 _GAUGES = {
     "num_running": ("requests_running", "Sequences in the running batch"),
@@ -32,6 +40,7 @@ _COUNTERS = {
     "preemptions": ("preemptions", "Sequences put back to the queue for want of blocks or slots"),
     "slot_drains": ("slot_drains", "Adapters in use that gave up their slot to one that waited"),
     "slot_loads": ("adapter_slot_loads", "Adapters copied into a slot"),
+    "host_loads": ("adapter_host_loads", "Adapters read into host memory"),
     "host_evictions": (
         "adapter_host_evictions",
         "Adapters whose host copy was dropped for another",
@@ -40,6 +49,19 @@ _COUNTERS = {
     "requests_finished": ("requests_finished", "Requests that ran to their end"),
     "requests_aborted": ("requests_aborted", "Requests that were aborted"),
 }
+_HISTOGRAMS = {
+    "read_seconds": ("adapter_read_seconds", "Source to host memory, for each adapter read"),
+    "slot_load_seconds": (
+        "adapter_slot_load_seconds",
+        "Host memory to slot, what each load takes of the engine's thread",
+    ),
+    "slot_wait_seconds": (
+        "slot_wait_seconds",
+        "How long there was no slot for each sequence with an adapter that has started",
+    ),
+}
+_FOUND = {"slot": "found_in_slot", "host": "found_in_host", "source": "found_in_source"}
+_OTHER = "other"
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _NEXT_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)
 _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -48,7 +70,8 @@ _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Metrics:
     """The metrics of one app, in a registry of their own. Times are in seconds."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, max_adapters: int) -> None:
+        """``max_adapters`` get labels of their own, the first that are asked for."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
         self._requests = Counter(
@@ -57,6 +80,14 @@ class Metrics:
             ["endpoint", "status"],
             registry=self.registry,
         )
+        self._adapter_requests = Counter(
+            "loramux_adapter_requests",
+            "Requests to each adapter; those of all without a label of their own are other",
+            ["adapter"],
+            registry=self.registry,
+        )
+        self._max_adapters = max_adapters
+        self._labelled: set[str] = set()
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Request to first token", _FIRST_TOKEN_BUCKETS
         )
@@ -68,6 +99,19 @@ class Metrics:
     def count(self, endpoint: str, status: int) -> None:
         """Count one HTTP answer; ``endpoint`` is a route's path, never a client's text."""
         self._requests.labels(endpoint, str(status)).inc()
+
+    def count_adapter(self, name: str) -> None:
+        """Count a request that the engine has taken for an adapter."""
+        if name not in self._labelled and len(self._labelled) < self._max_adapters:
+            self._labelled.add(name)
+        self._adapter_requests.labels(name if name in self._labelled else _OTHER).inc()
+
+    def forget_adapter(self, name: str) -> None:
+        """An adapter has been unloaded: its label is free for another one."""
+        if name in self._labelled:
+            self._labelled.remove(name)
+            if name != _OTHER:
+                self._adapter_requests.remove(name)
 
     def timer(self, endpoint: str) -> Timer:
         """A clock for one request, started now."""
@@ -121,6 +165,17 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"loramux_{metric}", text, value=getattr(stats, name))
         for name, (metric, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"loramux_{metric}", text, value=getattr(stats, name))
+        for name, (metric, text) in _HISTOGRAMS.items():
+            yield _histogram(f"loramux_{metric}", text, getattr(stats, name))
+        found = CounterMetricFamily(
+            "loramux_adapter_finds",
+            "Sequences by where their adapter was when they were queued",
+            labels=["tier"],
+        )
+        for tier, name in _FOUND.items():
+            found.add_metric([tier], getattr(stats, name))
+        yield found
+        yield _lora_requests(stats)
         yield GaugeMetricFamily(
             "loramux_adapters",
             "Adapters that requests can name",
@@ -130,3 +185,26 @@ class _EngineCollector(Collector):
 
     def _up(self) -> int:
         return int(self._engine.failure is None)
+
+
+def _histogram(name: str, text: str, observed: Observed) -> HistogramMetricFamily:
+    bounds = [*map(str, observed.bounds), "+Inf"]
+    buckets = list(zip(bounds, accumulate(observed.counts), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=observed.total)
+
+
+def _lora_requests(stats: EngineStats) -> GaugeMetricFamily:
+    """vLLM's gauge, by which routers find the servers that have an adapter at hand."""
+    family = GaugeMetricFamily(
+        "vllm:lora_requests_info",
+        "Adapters of running and of waiting requests; the value is the time in Unix seconds",
+        labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+    )
+    names = (_joined(stats.running_adapters), _joined(stats.waiting_adapters))
+    family.add_metric([str(stats.slots_total), *names], time.time())
+    return family
+
+
+def _joined(names: Sequence[str]) -> str:
+    """With commas between; a name that has one itself would read as others, and is left out."""
+    return ",".join(name for name in names if "," not in name)

@@ -51,14 +51,17 @@ async def reply(
 
     Raises LoramuxError for what goes wrong before the answer.
     """
+    model = context.engine_model(body.model)
     answer = Answer(
         context.engine,
         prompts,
         params,
-        model=context.engine_model(body.model),
+        model=model,
         codec=codec,
         timer=context.metrics.timer(request.url.path),
     )
+    if model is not None:
+        context.metrics.count_adapter(model)
     if body.stream:
         events = _events(answer, renderer, include_usage=body.include_usage)
         return EventStreamResponse(events, on_close=answer.abort)

@@ -24,6 +24,7 @@ from loramux.types import (
     Delta,
     EngineStats,
     GenerationRequest,
+    Histogram,
     RequestId,
     SourceRules,
     TokenLogprobs,
@@ -40,7 +41,8 @@ class FakeEngine:
     ``tick_seconds`` is the time of one token; ``error_after`` lets every request fail after that
     many tokens; ``failure`` may be set at any time and takes the engine down. ``requests`` holds
     all that was submitted, ``aborted`` the ids of requests that were aborted while they ran,
-    ``rules`` those of each load. An adapter in ``codecs`` has a codec of its own.
+    ``rules`` those of each load. ``running_adapters`` and ``waiting_adapters`` are what the
+    statistics say of them. An adapter in ``codecs`` has a codec of its own.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class FakeEngine:
         self.aborted: list[RequestId] = []
         self.rules: list[SourceRules | None] = []
         self.running: set[RequestId] = set()
+        self.running_adapters: tuple[str, ...] = ()
+        self.waiting_adapters: tuple[str, ...] = ()
         self.counts = _Counts()
         self._adapters: dict[str, AdapterInfo] = {}
         for name, source in (adapters or {}).items():
@@ -155,6 +159,15 @@ class FakeEngine:
             last_step_adapters=0,
             max_step_adapters=0,
             step_seconds=self.counts.output_tokens * self.tick_seconds,
+            found_in_slot=0,
+            found_in_host=0,
+            found_in_source=0,
+            host_loads=len(self._adapters),
+            read_seconds=Histogram((1.0,), (len(self._adapters), 0), 0.0),
+            slot_load_seconds=Histogram((1.0,), (0, 0), 0.0),
+            slot_wait_seconds=Histogram((1.0,), (0, 0), 0.0),
+            running_adapters=self.running_adapters,
+            waiting_adapters=self.waiting_adapters,
         )
 
 
@@ -249,6 +262,6 @@ def _adapter_info(name: str, source: str, *, pinned: bool) -> AdapterInfo:
         max_rank=8,
         pinned=pinned,
         slot=None,
-        in_host_memory=True,
+        tier="host",
         in_flight=0,
     )

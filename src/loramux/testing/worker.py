@@ -77,6 +77,7 @@ class FakeLaunchedStep:
 
     outcome: StepResult
     hand_out: Callable[[FakeLaunchedStep], StepResult]
+    load_seconds: float = 0.0
 
     def result(self) -> StepResult:
         return self.hand_out(self)

@@ -37,7 +37,9 @@ class LaunchedStep:
         sequences: Sequence[SequenceStep],
         sampling: Sampling | MixedSampling,
         prompts: Mapping[RequestId, PromptLogprobs],
+        load_seconds: float,
     ) -> None:
+        self.load_seconds = load_seconds
         self._sequences = sequences
         self._sampling = sampling
         self._prompts = prompts

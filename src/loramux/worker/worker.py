@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -262,7 +263,9 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Put a step behind what the device does already; only its ``result()`` waits."""
+        began = time.perf_counter()
         self.apply(plan.slot_orders)
+        load_seconds = time.perf_counter() - began
         inputs = build_inputs(plan, self._last_tokens.rows)
         logits = self.forward(inputs, plan.sequences)
         samples = [s.sample for s in inputs.sampled if s.sample is not None]
@@ -271,6 +274,7 @@ class Worker:
             plan.sequences,
             vocabularies.launch(self._sampler, logits[: len(samples)], samples, vocab_sizes),
             self._prompt_logprobs(logits[len(samples) :], plan.sequences),
+            load_seconds,
         )
         self._last_tokens = step.tokens
         return step
