@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -156,3 +157,107 @@ async def test_rules_of_the_server_go_with_every_load() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         await client.post("/v1/load_lora_adapter", json=NEW)
     assert engine.rules == [SourceRules(root="/adapters", prefixes=("hf:org",))]
+
+
+ADD = {"name": "new", "source": "/adapters/new"}
+ODD_NAMES = ["org/model", "/abs", "a//b", "naïve 日本", "what?#%", "trailing/", "a..b", "a,b"]
+
+
+def url(name: str) -> str:
+    return f"/v1/adapters/{quote(name, safe='')}"
+
+
+async def test_added_adapter_is_told_and_answers(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/adapters", json=ADD | {"pinned": True})
+    assert response.status_code == 201
+    added = response.json()
+    assert (added["name"], added["source"], added["pinned"]) == ("new", "/adapters/new", True)
+    assert added == (await client.get("/v1/adapters")).json()["data"][1]
+    answer = await client.post("/v1/completions", json={"model": "new", "prompt": "a"})
+    assert answer.json()["choices"][0]["text"] == "A"
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+async def test_names_of_any_kind_work_in_urls(client: httpx.AsyncClient, name: str) -> None:
+    assert (await client.post("/v1/adapters", json=ADD | {"name": name})).status_code == 201
+    assert (await client.get(url(name))).json()["name"] == name
+    response = await client.patch(url(name), json={"pinned": True})
+    assert (response.status_code, response.json()["pinned"]) == (200, True)
+    response = await client.delete(url(name))
+    assert (response.status_code, response.json()) == (200, {"name": name, "deleted": True})
+    assert (await client.get(url(name))).status_code == 404
+
+
+async def test_slashes_in_urls_need_no_escape(client: httpx.AsyncClient) -> None:
+    await client.post("/v1/adapters", json=ADD | {"name": "org/new"})
+    assert (await client.get("/v1/adapters/org/new")).json()["name"] == "org/new"
+
+
+async def test_pins_come_and_go(client: httpx.AsyncClient) -> None:
+    for pinned in (True, False):
+        response = await client.patch("/v1/adapters/shout", json={"pinned": pinned})
+        assert response.json()["pinned"] is pinned
+        assert (await client.get("/v1/adapters/shout")).json() == response.json()
+
+
+async def test_a_pin_that_leaves_no_slot_is_refused(client: httpx.AsyncClient) -> None:
+    for i in range(7):
+        body = ADD | {"name": f"p{i}", "pinned": True}
+        assert (await client.post("/v1/adapters", json=body)).status_code == 201
+    response = await client.patch("/v1/adapters/shout", json={"pinned": True})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "adapter_refused"
+    assert (await client.get("/v1/adapters/shout")).json()["pinned"] is False
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "code"),
+    [
+        ("POST", "", ADD | {"source": "missing"}, 404, "adapter_source_not_found"),
+        ("POST", "", ADD | {"source": "bad"}, 400, "adapter_refused"),
+        ("POST", "", ADD | {"name": "shout"}, 400, "adapter_exists"),
+        ("POST", "", ADD | {"name": "base"}, 400, "adapter_exists"),
+        ("POST", "", ADD | {"lora_name": "x"}, 400, None),
+        ("POST", "", {"name": "new"}, 400, None),
+        ("PATCH", "/shout", {}, 400, None),
+        ("PATCH", "/shout", {"pinned": 1}, 400, None),
+        ("PATCH", "/shout", {"pinned": True, "source": "x"}, 400, None),
+        ("PATCH", "/nobody", {"pinned": True}, 404, "adapter_not_found"),
+        ("GET", "/nobody", None, 404, "adapter_not_found"),
+        ("DELETE", "/nobody", None, 404, "adapter_not_found"),
+    ],
+)
+async def test_failed_calls_to_the_collection_say_why(
+    client: httpx.AsyncClient,
+    method: str,
+    path: str,
+    body: dict[str, Any] | None,
+    status: int,
+    code: str | None,
+) -> None:
+    response = await client.request(method, f"/v1/adapters{path}", json=body)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert len((await client.get("/v1/adapters")).json()["data"]) == 1
+
+
+@pytest.mark.parametrize("method", ["POST", "PATCH", "DELETE"])
+async def test_only_this_machine_may_change_the_collection(method: str, engine: FakeEngine) -> None:
+    before = engine.adapters()
+    transport = httpx.ASGITransport(create_app(engine), client=("10.0.0.5", 1234))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        path = "/v1/adapters" if method == "POST" else "/v1/adapters/shout"
+        body = ADD if method == "POST" else {"pinned": True}
+        response = await client.request(method, path, json=body)
+        assert response.status_code == 403
+        assert (await client.get("/v1/adapters/shout")).status_code == 200
+    assert engine.adapters() == before
+
+
+async def test_rules_go_with_every_addition() -> None:
+    engine = FakeEngine()
+    options = ServerOptions(adapter_root="/adapters")
+    transport = httpx.ASGITransport(create_app(engine, options=options))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        await client.post("/v1/adapters", json=ADD)
+    assert engine.rules == [SourceRules(root="/adapters")]

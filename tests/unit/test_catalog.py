@@ -149,3 +149,8 @@ def test_an_adapter_is_held_by_names_and_by_sequences(catalog: Catalog) -> None:
 def test_releasing_more_than_was_held_is_a_bug(catalog: Catalog) -> None:
     with pytest.raises(AssertionError, match="more often"):
         catalog.release(A)
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(AdapterExists, match="whole characters"):
+        Catalog("base").check_name("half-\ud83d", replace=False)

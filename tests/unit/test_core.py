@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from loramux.errors import AdapterExists, AdapterRefused, EngineStopped, UnknownModel
+from loramux.errors import (
+    AdapterExists,
+    AdapterRefused,
+    EngineStopped,
+    UnknownAdapter,
+    UnknownModel,
+)
 from loramux.testing import expected_prompt_logprobs, expected_tokens
 from loramux.types import RequestId
 from tests.unit.small_engine import SmallEngine
@@ -441,3 +447,31 @@ def test_an_adapter_shows_its_slot_and_its_requests(make: Make) -> None:
     engine.step()
     (info,) = engine.core.adapters.infos()
     assert (info.slot, info.in_flight) == (0, 2)
+
+
+def test_a_pin_after_the_load_keeps_the_slot_until_it_is_taken_back() -> None:
+    engine = SmallEngine(num_slots=2, adapters=["a", "b", "c"])
+    engine.submit("a", [1, 2], max_tokens=1)
+    engine.run()
+    assert engine.core.adapters.set_pinned("a", True).pinned
+    for name in ("b", "c", "b"):
+        engine.submit(name, [1, 2], max_tokens=1)
+        engine.run()
+    assert "a" in engine.worker.slots.values()
+    engine.core.adapters.set_pinned("a", False)
+    engine.submit("c", [1, 2], max_tokens=1)
+    engine.run()
+    assert "a" not in engine.worker.slots.values()
+    engine.check_idle()
+
+
+def test_a_pin_after_the_load_is_refused_for_the_reasons_of_one_at_load() -> None:
+    engine = SmallEngine(num_slots=2, adapters=["a", "b"])
+    engine.core.adapters.set_pinned("a", True)
+    with pytest.raises(AdapterRefused, match="would leave no slot for others"):
+        engine.core.adapters.set_pinned("b", True)
+    with pytest.raises(UnknownAdapter):
+        engine.core.adapters.set_pinned("nobody", True)
+    assert [info.pinned for info in engine.core.adapters.infos()] == [True, False]
+    engine.core.adapters.set_pinned("a", True)  # again: nothing changes
+    engine.check_idle()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from loramux.adapters.report import printable
 from loramux.errors import AdapterExists, UnknownAdapter, UnknownModel
 from loramux.types import AdapterId
 
@@ -52,6 +53,12 @@ class Catalog:
         """Raise AdapterExists unless ``name`` can be given to an adapter."""
         if not name or name != name.strip():
             raise AdapterExists(name, "a name must not be empty or begin or end with a space")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise AdapterExists(
+                printable(name, limit=100), "a name must hold whole characters: it is no UTF-8"
+            ) from None
         if name == self.base_name:
             raise AdapterExists(name, "the base model has this name; choose another one")
         if name in self._entries and not replace:
@@ -70,9 +77,21 @@ class Catalog:
     def remove(self, name: str) -> list[AdapterId]:
         """Take a name away. Raises UnknownAdapter."""
         with self._lock:
-            if name not in self._entries:
-                raise UnknownAdapter(name)
-            return self._unheld(self._entries.pop(name).adapter_id)
+            adapter_id = self._named(name).adapter_id
+            del self._entries[name]
+            return self._unheld(adapter_id)
+
+    def entry(self, name: str) -> Entry:
+        """Raises UnknownAdapter."""
+        with self._lock:
+            return self._named(name)
+
+    def set_pinned(self, name: str, pinned: bool) -> Entry:
+        """Raises UnknownAdapter."""
+        with self._lock:
+            entry = replace(self._named(name), pinned=pinned)
+            self._entries[name] = entry
+            return entry
 
     def hold(
         self, model: str | None, count: int = 1, *, check: Check = lambda entry: None
@@ -117,6 +136,11 @@ class Catalog:
     def in_flight(self, adapter_id: AdapterId) -> int:
         """Sequences that run or wait on an adapter."""
         return self._in_flight[adapter_id]
+
+    def _named(self, name: str) -> Entry:
+        if name not in self._entries:
+            raise UnknownAdapter(name)
+        return self._entries[name]
 
     def _find(self, model: str | None) -> Entry | None:
         if model is None or model == self.base_name:

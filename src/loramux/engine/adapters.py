@@ -69,12 +69,7 @@ class AdapterDesk:
         self._catalog.check_name(name, replace=replace)
         prepared, language = incoming.prepared, incoming.language
         adapter_id = prepared.adapter_id
-        pins = {e.adapter_id for e in self._catalog if e.pinned and e.name != name}
-        if pinned:
-            pins.add(adapter_id)
-        objection = self._residency.objection(adapter_id, prepared.num_bytes, pins)
-        if objection is not None:
-            raise AdapterRefused(name, [objection])
+        self._check_room(name, adapter_id, prepared.num_bytes, pinned=pinned)
         if not self._residency.knows(adapter_id):
             self._residency.add(adapter_id, prepared.num_bytes)
             if language is not None:
@@ -98,6 +93,15 @@ class AdapterDesk:
         self._settle_pins()
         self._let_go(unheld)
         _log_loaded(entry)
+        return self._describe(entry)
+
+    def set_pinned(self, name: str, pinned: bool) -> AdapterInfo:
+        """Pin or unpin. Raises UnknownAdapter, or AdapterRefused if others could not run then."""
+        entry = self._catalog.entry(name)
+        self._check_room(name, entry.adapter_id, entry.num_bytes, pinned=pinned)
+        entry = self._catalog.set_pinned(name, pinned)
+        self._settle_pins()
+        log.info("adapter %r %s", name, "pinned" if pinned else "unpinned")
         return self._describe(entry)
 
     def unregister(self, name: str) -> None:
@@ -159,6 +163,17 @@ class AdapterDesk:
         if origin.adapter_id in self._residency.host.fetching:
             self._residency.host.failed(origin.adapter_id)
             self._last_errors[origin.adapter_id] = error
+
+    def _check_room(
+        self, name: str, adapter_id: AdapterId, num_bytes: int, *, pinned: bool
+    ) -> None:
+        """Raises AdapterRefused if it, or another one, could never have a slot."""
+        pins = {e.adapter_id for e in self._catalog if e.pinned and e.name != name}
+        if pinned:
+            pins.add(adapter_id)
+        objection = self._residency.objection(adapter_id, num_bytes, pins)
+        if objection is not None:
+            raise AdapterRefused(name, [objection])
 
     def _make_room(self, adapter_id: AdapterId, in_use: Collection[AdapterId]) -> bool:
         room = self._residency.make_host_room(adapter_id, in_use)

@@ -194,6 +194,10 @@ class AsyncEngine:
         """Take no new requests for a name; running ones finish. Raises UnknownAdapter."""
         await self._call(lambda: self._core.adapters.unregister(name))
 
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        """Raises UnknownAdapter or AdapterRefused."""
+        return await self._call(lambda: self._core.adapters.set_pinned(name, pinned))
+
     def adapters(self) -> list[AdapterInfo]:
         return self._core.adapters.infos()
 

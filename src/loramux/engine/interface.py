@@ -159,6 +159,13 @@ class Engine(Protocol):
         """Take no new requests for the name; running ones finish. Raises UnknownAdapter."""
         ...
 
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        """Let an adapter keep its slot while it is idle, or no longer.
+
+        Raises UnknownAdapter, or AdapterRefused where others would have no slot left.
+        """
+        ...
+
     def adapters(self) -> list[AdapterInfo]: ...
 
     def stats(self) -> EngineStats: ...

@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from loramux.server.schema import (
+    AddAdapterRequest,
+    ChangeAdapterRequest,
     ChatRequest,
     CompletionRequest,
     LoadAdapterRequest,
@@ -16,7 +18,14 @@ from loramux.server.schema import (
 )
 
 _REF = "#/components/schemas/{model}"
-_BODIES = (CompletionRequest, ChatRequest, LoadAdapterRequest, UnloadAdapterRequest)
+_BODIES = (
+    CompletionRequest,
+    ChatRequest,
+    AddAdapterRequest,
+    ChangeAdapterRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
 
 
 def request_body(model: type[BaseModel]) -> dict[str, Any]:

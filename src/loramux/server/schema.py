@@ -254,6 +254,21 @@ class LoadAdapterRequest(_Strict):
     pinned: bool = False
 
 
+class AddAdapterRequest(_Strict):
+    """``POST /v1/adapters``."""
+
+    name: Annotated[str, Field(min_length=1)]
+    source: Annotated[str, Field(min_length=1)]
+    load_inplace: bool = False
+    pinned: bool = False
+
+
+class ChangeAdapterRequest(_Strict):
+    """``PATCH /v1/adapters/{name}``."""
+
+    pinned: bool
+
+
 class UnloadAdapterRequest(_Strict):
     """``POST /v1/unload_lora_adapter``."""
 

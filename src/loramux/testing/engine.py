@@ -30,6 +30,8 @@ from loramux.types import (
     TokenLogprobs,
 )
 
+NUM_SLOTS = 8
+
 
 class FakeEngine:
     """An ``Engine`` that repeats the prompt, one token a tick, and stops when it is through.
@@ -132,6 +134,15 @@ class FakeEngine:
         if self._adapters.pop(name, None) is None:
             raise UnknownAdapter(name)
 
+    async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
+        if name not in self._adapters:
+            raise UnknownAdapter(name)
+        others = sum(info.pinned for info in self._adapters.values() if info.name != name)
+        if pinned and others + 1 >= NUM_SLOTS:
+            raise AdapterRefused(name, ["pinning it would leave no slot for others"])
+        info = self._adapters[name] = replace(self._adapters[name], pinned=pinned)
+        return info
+
     def adapters(self) -> list[AdapterInfo]:
         return list(self._adapters.values())
 
@@ -142,7 +153,7 @@ class FakeEngine:
             kv_blocks_used=len(self.running),
             kv_blocks_total=64,
             slots_used=len(self._adapters),
-            slots_total=8,
+            slots_total=NUM_SLOTS,
             num_steps=self.counts.output_tokens,
             prompt_tokens=self.counts.prompt_tokens,
             output_tokens=self.counts.output_tokens,
