@@ -16,6 +16,7 @@ LoramuxError
     ├── AdapterSourceNotFound   404
     ├── AdapterSourceForbidden  403
     ├── AdapterSourceUnavailable 502
+    ├── RegistryUnusable        503
     ├── UnknownAdapter          404
     └── AdapterExists           400
 """
@@ -163,6 +164,16 @@ class AdapterSourceUnavailable(AdapterError):
         super().__init__(f"adapter {name!r}: {source}: {detail}")
         self.name = name
         self.source = source
+
+
+class RegistryUnusable(AdapterError):
+    """The registry of adapters cannot be read or written; nothing has changed."""
+
+    http_status = 503
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"the registry {path} cannot be used: {reason}")
+        self.path = path
 
 
 class UnknownAdapter(AdapterError):

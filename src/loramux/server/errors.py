@@ -19,6 +19,7 @@ from loramux.errors import (
     AdapterSourceUnavailable,
     InvalidRequest,
     LoramuxError,
+    RegistryUnusable,
     RequestError,
     RequestTooLarge,
     UnknownAdapter,
@@ -35,6 +36,7 @@ _CODES: dict[type[LoramuxError], str] = {
     AdapterSourceNotFound: "adapter_source_not_found",
     AdapterSourceForbidden: "adapter_source_forbidden",
     AdapterSourceUnavailable: "adapter_source_unavailable",
+    RegistryUnusable: "registry_unusable",
     UnknownAdapter: "adapter_not_found",
     AdapterExists: "adapter_exists",
 }
