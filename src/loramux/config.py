@@ -245,6 +245,11 @@ class ServerOptions:
         "s3://bucket/adapters/; may be repeated; default: none",
     )
 
+    registry: str | None = option(
+        None,
+        "file that keeps the adapters loaded over HTTP for the next start; servers of one base may "
+        "share it; default: they are forgotten",
+    )
     metrics_adapters: int = option(
         50,
         "adapters whose requests /metrics counts by name, the first that are asked for; the others "

@@ -31,7 +31,7 @@ def llm(small: SmallEngine, tmp_path: Path) -> LLM:
         (tmp_path / name).mkdir()
     fakes: Any = (small.worker, small.admission, small.languages)
     adapters = {name: str(tmp_path / name) for name in "ab"}
-    return LLM.over(Parts(small.core, *fakes, "base", StepLimits(4, 8)), adapters)
+    return LLM.over(Parts(small.core, *fakes, "base", StepLimits(4, 8), "shape"), adapters)
 
 
 def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:

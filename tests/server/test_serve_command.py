@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -24,7 +25,7 @@ class Engine(FakeEngine):
         print("stopped", flush=True)
 
 build = types.ModuleType("loramux.engine.build")
-build.build_async_engine = lambda base, options, adapters: Engine(
+build.build_async_engine = lambda base, options, adapters, registry: Engine(
     base, adapters, tick_seconds=0.05, max_model_len=options.model.max_model_len or 100
 )
 sys.modules["loramux.engine.build"] = build
@@ -88,3 +89,19 @@ def test_port_that_is_taken_is_one_line() -> None:
         )
     assert result.returncode == 1
     assert re.fullmatch(r"error: cannot listen on 127.0.0.1:\d+: .*\n", result.stderr)
+
+
+def test_registry_that_is_none_ends_the_start_with_its_name(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("no database, and long enough to be one " * 10)
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, "--registry", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert str(path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_registry_is_made_where_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "registry"
+    with serve("--registry", str(path)):
+        assert path.read_bytes().startswith(b"SQLite format 3")

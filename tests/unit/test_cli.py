@@ -84,6 +84,8 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "max_body_bytes": 99,
         "adapter_root": "/adapters",
         "adapter_sources": ("hf:org", "s3://bucket/"),
+        "registry": "/registry.db",
+        "metrics_adapters": 7,
     }
     arguments = []
     for name, value in changed.items():

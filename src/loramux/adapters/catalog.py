@@ -81,6 +81,11 @@ class Catalog:
             del self._entries[name]
             return self._unheld(adapter_id)
 
+    def find(self, model: str | None) -> Entry | None:
+        """The adapter that a request means; None is the base, and what nobody knows."""
+        with self._lock:
+            return None if model is None else self._entries.get(model)
+
     def entry(self, name: str) -> Entry:
         """Raises UnknownAdapter."""
         with self._lock:

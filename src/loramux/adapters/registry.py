@@ -177,6 +177,10 @@ class Registry:
                 yield connection
         except sqlite3.Error as error:
             raise self._unusable(_reason(error)) from error
+        except UnicodeEncodeError as error:
+            raise self._unusable(
+                "it takes whole characters, and a name or a source has others"
+            ) from error
 
     def _connect(self) -> sqlite3.Connection:
         # Never made anew: a file that has gone is not one without adapters.
@@ -237,7 +241,7 @@ def _as_record(row: tuple[Any, ...]) -> Record:
     if not all(isinstance(text, str) and text for text in (name, adapter_id, source)):
         raise TypeError("no text")
     counts = (num_bytes, max_rank, *(() if vocab_size is None else (vocab_size,)))
-    if not all(isinstance(count, int) and count > 0 for count in counts):
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
         raise TypeError("no count")
     return Record(
         name=name,

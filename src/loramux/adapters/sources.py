@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from urllib.parse import unquote
@@ -118,6 +119,16 @@ def find_directory(name: str, source: str) -> Path:
 def shown_source(source: str) -> str:
     """A source for logs and answers: a URL without its user, password and query."""
     return without_secrets(source) if _REMOTE.match(source) else source
+
+
+def lasting_source(source: str, rules: SourceRules | None) -> tuple[str, SourceRules | None]:
+    """A source and its rules that mean the same in a process with another working directory."""
+    if rules is not None and rules.root is not None:
+        rules = replace(rules, root=str(Path(rules.root).expanduser().absolute()))
+        return source, rules
+    if not _REMOTE.match(source):
+        source = str(Path(source).expanduser().absolute())
+    return source, rules
 
 
 def _local_path(name: str, source: str) -> str:

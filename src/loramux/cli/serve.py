@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from loramux.adapters.registry import Registry
 from loramux.cli.logs import setup_logging
 from loramux.cli.options import parse_adapters, with_options
 from loramux.config import EngineOptions, ServerOptions
@@ -35,6 +36,7 @@ def serve(
     if server.adapter_root is not None and not Path(server.adapter_root).expanduser().is_dir():
         raise typer.BadParameter(f"--adapter-root {server.adapter_root} is no directory")
     setup_logging()
+    registry = None if server.registry is None else Registry(server.registry)
 
     from loramux.server.listen import bind, serve_app
 
@@ -43,7 +45,7 @@ def serve(
         from loramux.engine.build import build_async_engine
         from loramux.server.app import create_app
 
-        running = build_async_engine(base, options=engine, adapters=adapters)
+        running = build_async_engine(base, options=engine, adapters=adapters, registry=registry)
         app = create_app(running, options=server)
 
         async def run() -> None:

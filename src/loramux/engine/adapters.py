@@ -10,13 +10,14 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from loramux.adapters.catalog import Catalog, Entry
+from loramux.adapters.registry import Record
 from loramux.adapters.residency import Residency, Room
 from loramux.adapters.sources import AdapterSources, shown_source
 from loramux.adapters.spec import PreparedAdapter
 from loramux.engine.interface import Worker
 from loramux.engine.languages import Language, Languages
 from loramux.engine.origins import Origin
-from loramux.errors import AdapterRefused
+from loramux.errors import AdapterError, AdapterRefused
 from loramux.scheduling.tally import Tally
 from loramux.types import AdapterId, AdapterInfo, SourceRules
 
@@ -66,19 +67,14 @@ class AdapterDesk:
 
         Raises AdapterExists, or AdapterRefused if it could never have a slot; then nothing changes.
         """
-        self._catalog.check_name(name, replace=replace)
-        prepared, language = incoming.prepared, incoming.language
+        prepared = incoming.prepared
         adapter_id = prepared.adapter_id
-        self._check_room(name, adapter_id, prepared.num_bytes, pinned=pinned)
+        self.check_addition(name, prepared, pinned=pinned, replace=replace)
         if not self._residency.knows(adapter_id):
             self._residency.add(adapter_id, prepared.num_bytes)
-            if language is not None:
-                self._languages.add(adapter_id, language)
         if self._residency.lacks_copy(adapter_id) and self._make_room(adapter_id, in_use):
             self._keep(prepared)
-        self.reads.observe(incoming.read_seconds)
-        self._last_errors.pop(adapter_id, None)
-        self._origins[adapter_id] = Origin(adapter_id, name, source, rules)
+        self._note_read(adapter_id, incoming)
         entry = Entry(
             name=name,
             adapter_id=adapter_id,
@@ -89,16 +85,66 @@ class AdapterDesk:
             warnings=prepared.warnings,
             vocab_size=prepared.vocab_size,
         )
-        unheld = self._catalog.add(entry, replace=replace)
-        self._settle_pins()
-        self._let_go(unheld)
+        self._name(entry, Origin(adapter_id, name, source, rules), replace=replace)
         _log_loaded(entry)
         return self._describe(entry)
 
-    def set_pinned(self, name: str, pinned: bool) -> AdapterInfo:
-        """Pin or unpin. Raises UnknownAdapter, or AdapterRefused if others could not run then."""
+    def check_addition(
+        self, name: str, prepared: PreparedAdapter, *, pinned: bool, replace: bool
+    ) -> None:
+        """Raises what ``register`` would raise."""
+        self._catalog.check_name(name, replace=replace)
+        self._check_room(name, prepared.adapter_id, prepared.num_bytes, pinned=pinned)
+
+    def adopt(self, record: Record) -> AdapterInfo:
+        """Give an adapter a name that has not been read: its source has it.
+
+        Raises AdapterExists or AdapterRefused as ``register`` does.
+        """
+        adapter_id, name = record.adapter_id, record.name
+        self._catalog.check_name(name, replace=False)
+        self._check_room(name, adapter_id, record.num_bytes, pinned=record.pinned)
+        if not self._residency.knows(adapter_id):
+            self._residency.add(adapter_id, record.num_bytes)
+        entry = Entry(
+            name=name,
+            adapter_id=adapter_id,
+            source=shown_source(record.source),
+            num_bytes=record.num_bytes,
+            max_rank=record.max_rank,
+            pinned=record.pinned,
+            warnings=record.warnings,
+            vocab_size=record.vocab_size,
+        )
+        self._name(entry, Origin(adapter_id, name, record.source, record.rules), replace=False)
+        return self._describe(entry)
+
+    def restore(self, records: Iterable[Record]) -> None:
+        """Adopt what can be; a pin for which there is no room any more is left out."""
+        for record in records:
+            try:
+                try:
+                    self.adopt(record)
+                except AdapterRefused as refusal:
+                    if not record.pinned:
+                        raise
+                    self.adopt(replace(record, pinned=False))
+                    log.warning("served without its pin: %s", refusal)
+            except AdapterError as problem:
+                log.warning("in the registry, but not served: %s", problem)
+
+    def origin_of(self, adapter_id: AdapterId) -> Origin | None:
+        """None: nobody holds the adapter any more."""
+        return self._origins.get(adapter_id)
+
+    def check_pin(self, name: str, pinned: bool) -> None:
+        """Raises what ``set_pinned`` would raise."""
         entry = self._catalog.entry(name)
         self._check_room(name, entry.adapter_id, entry.num_bytes, pinned=pinned)
+
+    def set_pinned(self, name: str, pinned: bool) -> AdapterInfo:
+        """Pin or unpin. Raises UnknownAdapter, or AdapterRefused if others could not run then."""
+        self.check_pin(name, pinned)
         entry = self._catalog.set_pinned(name, pinned)
         self._settle_pins()
         log.info("adapter %r %s", name, "pinned" if pinned else "unpinned")
@@ -146,17 +192,60 @@ class AdapterDesk:
         """The copy of an adapter is there; what is wrong with it, if it is no copy of that one."""
         if origin.adapter_id not in self._residency.host.fetching:
             return None  # nobody holds the adapter any more
-        if incoming.prepared.adapter_id != origin.adapter_id:
-            problem = (
-                f"{shown_source(origin.source)} holds another adapter now than when it was loaded: "
-                "load it again with load_inplace"
-            )
+        problem = self._mismatch(origin, incoming.prepared)
+        if problem is not None:
             self.fetch_failed(origin, problem)
             return problem
-        self.reads.observe(incoming.read_seconds)
-        self._last_errors.pop(origin.adapter_id, None)
+        self._note_read(origin.adapter_id, incoming)
         self._keep(incoming.prepared)
         return None
+
+    def learn(
+        self, origin: Origin, incoming: IncomingAdapter, in_use: Collection[AdapterId]
+    ) -> None:
+        """Take the tokenizer of an adapter that had not been read, and its copy if there is room.
+
+        Raises AdapterRefused for what is not that adapter.
+        """
+        adapter_id = origin.adapter_id
+        if not self._residency.knows(adapter_id):
+            return  # nobody holds it any more
+        problem = self._mismatch(origin, incoming.prepared)
+        if problem is not None:
+            self._last_errors[adapter_id] = problem
+            raise AdapterRefused(origin.name, [problem])
+        self._note_read(adapter_id, incoming)
+        if self._residency.lacks_copy(adapter_id) and self._make_room(adapter_id, in_use):
+            self._keep(incoming.prepared)
+
+    def _mismatch(self, origin: Origin, prepared: PreparedAdapter) -> str | None:
+        """Why what has been read is not the adapter that was to be read."""
+        shown, remedy = shown_source(origin.source), "load it again with load_inplace"
+        if prepared.adapter_id != origin.adapter_id:
+            return f"{shown} holds another adapter now than when it was loaded: {remedy}"
+        expected = self._residency.bytes_of(origin.adapter_id)
+        if prepared.num_bytes != expected:
+            return (
+                f"{shown} takes {prepared.num_bytes:,} bytes, not {expected:,} as when it was "
+                f"loaded: {remedy}"
+            )
+        return None
+
+    def _note_read(self, adapter_id: AdapterId, incoming: IncomingAdapter) -> None:
+        self.reads.observe(incoming.read_seconds)
+        self._last_errors.pop(adapter_id, None)
+        self._learn(adapter_id, incoming.language)
+
+    def _learn(self, adapter_id: AdapterId, language: Language | None) -> None:
+        """Requests may have tokens of the tokenizer that is there: it stays the same."""
+        if language is not None and adapter_id not in self._languages.known():
+            self._languages.add(adapter_id, language)
+
+    def _name(self, entry: Entry, origin: Origin, *, replace: bool) -> None:
+        self._origins[entry.adapter_id] = origin
+        unheld = self._catalog.add(entry, replace=replace)
+        self._settle_pins()
+        self._let_go(unheld)
 
     def fetch_failed(self, origin: Origin, error: str) -> None:
         """No copy of an adapter will come."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import queue
@@ -11,8 +10,10 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
+from loramux.adapters.registry import Registry
 from loramux.adapters.sources import AdapterSources
 from loramux.engine.adapters import AdapterReader
+from loramux.engine.admin import AdapterAdmin
 from loramux.engine.admission import Admission
 from loramux.engine.core import EngineCore
 from loramux.engine.fetcher import Fetcher, Outcome
@@ -32,9 +33,6 @@ from loramux.types import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_MAX_READS = 8
-"""Adapters that are fetched and read at once; more of them wait."""
 
 Command = Callable[[], Sequence[Delta] | None]
 """Runs in the engine's thread between two steps; the deltas it gives rise to are delivered."""
@@ -91,16 +89,26 @@ class AsyncEngine:
         max_open: int,
         adapters: Sequence[tuple[str, str]] = (),
         sources: AdapterSources | None = None,
+        registry: Registry | None = None,
     ) -> None:
-        """``adapters`` are names and sources to load at start; ``max_open`` bounds all requests."""
+        """``adapters`` are names and sources to load at start, and ``registry`` has more, which
+        give way to these; ``max_open`` bounds all requests."""
         self.base_name = base_name
         self.max_model_len = admission.limits.max_model_len
         self._core = core
         self._languages = languages
         self._admission = admission
-        self._reader = AdapterReader(worker, sources or AdapterSources(), languages)
-        self._fetcher = Fetcher(self._reader, self._take)
-        self._reading = asyncio.Semaphore(_MAX_READS)
+        reader = AdapterReader(worker, sources or AdapterSources(), languages)
+        self._fetcher = Fetcher(reader, self._take)
+        self._admin = AdapterAdmin(
+            core,
+            admission.catalog,
+            reader,
+            languages,
+            self._call,
+            registry=registry,
+            reserved=[name for name, _ in adapters],
+        )
         self._max_open = max_open
         self._adapters_at_start = tuple(adapters)
         self._streams: dict[RequestId, EngineStream] = {}
@@ -118,7 +126,10 @@ class AsyncEngine:
         return self._failure
 
     async def start(self) -> None:
-        """Start the engine's thread and load the adapters named at start. Raises AdapterError."""
+        """Start the engine's thread, load the adapters named at start and take in the registry's.
+
+        Raises AdapterError.
+        """
         assert self._thread is None, "an engine starts once"
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="loramux-engine", daemon=True)
@@ -126,6 +137,7 @@ class AsyncEngine:
         try:
             for name, source in self._adapters_at_start:
                 await self.load_adapter(name, source)
+            await self._admin.restore()
         except BaseException:
             await self.stop()
             raise
@@ -141,6 +153,10 @@ class AsyncEngine:
             self._commands.put(None)
         await self._ended.wait()
         self._thread.join()
+
+    async def prepare(self, model: str | None) -> None:
+        """Raises AdapterError."""
+        await self._admin.prepare(model)
 
     def text_of(self, model: str | None) -> TextCodec:
         """The codec of a model. Raises UnknownModel."""
@@ -181,22 +197,17 @@ class AsyncEngine:
     ) -> AdapterInfo:
         """Read, check and register an adapter while steps go on. Raises AdapterError."""
         self._check_alive()
-        self._admission.catalog.check_name(name, replace=load_inplace)
-        async with self._reading:
-            incoming = await _in_a_thread(lambda: self._reader.read(name, source, rules))
-        return await self._call(
-            lambda: self._core.register(
-                name, source, incoming, pinned=pinned, replace=load_inplace, rules=rules
-            )
+        return await self._admin.load(
+            name, source, load_inplace=load_inplace, pinned=pinned, rules=rules
         )
 
     async def unload_adapter(self, name: str) -> None:
         """Take no new requests for a name; running ones finish. Raises UnknownAdapter."""
-        await self._call(lambda: self._core.adapters.unregister(name))
+        await self._admin.unload(name)
 
     async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
         """Raises UnknownAdapter or AdapterRefused."""
-        return await self._call(lambda: self._core.adapters.set_pinned(name, pinned))
+        return await self._admin.pin(name, pinned=pinned)
 
     def adapters(self) -> list[AdapterInfo]:
         return self._core.adapters.infos()
@@ -300,22 +311,3 @@ class AsyncEngine:
         if deltas:
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._deliver, deltas)
-
-
-async def _in_a_thread(function: Callable[[], T]) -> T:
-    """Run ``function`` in a thread of its own.
-
-    A download may take long. The threads of ``asyncio.to_thread`` are few and tokenize prompts, and
-    the end of the process waits for them.
-    """
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    future.set_running_or_notify_cancel()
-    threading.Thread(target=run, name="loramux-adapter", daemon=True).start()
-    return await asyncio.wrap_future(future)

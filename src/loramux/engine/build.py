@@ -6,6 +6,7 @@ import gc
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 import torch
 from rich.console import Console
@@ -13,6 +14,7 @@ from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from loramux.adapters.catalog import Catalog
+from loramux.adapters.registry import Registry
 from loramux.adapters.sources import AdapterSources
 from loramux.adapters.target_modules import is_open, restrict
 from loramux.config import BLOCK_SIZE, EngineOptions, StepLimits, parse_bytes
@@ -69,6 +71,8 @@ class Parts:
     languages: Languages
     base_name: str
     limits: StepLimits
+    base_shape: str
+    """The same for bases on which adapters have the same sizes."""
     sources: AdapterSources = field(default_factory=AdapterSources)
 
 
@@ -77,10 +81,16 @@ def build_async_engine(
     options: EngineOptions | None = None,
     adapters: Mapping[str, str] | None = None,
     served_name: str | None = None,
+    registry: Registry | None = None,
 ) -> AsyncEngine:
-    """An engine that ``await engine.start()`` sets going. Raises ConfigError, ModelNotServable."""
+    """An engine that ``await engine.start()`` sets going.
+
+    Raises ConfigError, ModelNotServable, or RegistryUnusable for one of another base.
+    """
     options = options or EngineOptions()
     parts = build_parts(base, options, served_name)
+    if registry is not None:
+        registry.bind(parts.base_shape)
     return AsyncEngine(
         parts.core,
         parts.worker,
@@ -90,6 +100,7 @@ def build_async_engine(
         max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
         adapters=tuple((adapters or {}).items()),
         sources=parts.sources,
+        registry=registry,
     )
 
 
@@ -210,8 +221,9 @@ def assemble(
         # wait for it; what is there now stays as long as the engine.
         gc.collect()
         gc.freeze()
+    base_shape = _base_shape(model, anatomy)
     sources = AdapterSources(options.sources)
-    return Parts(core, worker, admission, languages, base_name, limits, sources)
+    return Parts(core, worker, admission, languages, base_name, limits, base_shape, sources)
 
 
 def _first_blocks(
@@ -254,6 +266,13 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelNotServable(path, f"its tokenizer cannot be read: {error}") from error
+
+
+def _base_shape(model: BaseModel, anatomy: Anatomy) -> str:
+    dtype = str(model.dtype).removeprefix("torch.")
+    modules = zip(anatomy.modules.names, anatomy.modules.shapes, strict=True)
+    digest = sha256(repr((dtype, model.vocab_size, sorted(modules))).encode()).hexdigest()
+    return f"{anatomy.layout.model_type} {dtype} {digest[:12]}"
 
 
 def _slot_bytes(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:

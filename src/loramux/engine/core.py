@@ -133,6 +133,11 @@ class EngineCore:
                 begun.append(origin)
         return begun
 
+    def learn(self, origin: Origin, incoming: IncomingAdapter) -> None:
+        """Take an adapter that was read for its tokenizer. Raises AdapterRefused."""
+        in_use = self._scheduler.keep_copies_from(origin.adapter_id)
+        self.adapters.learn(origin, incoming, in_use)
+
     def fetched(self, origin: Origin, incoming: IncomingAdapter) -> list[Delta]:
         """Take an adapter that ``take_fetches`` asked for; deltas of requests that end by it."""
         problem = self.adapters.fetched(origin, incoming)

@@ -125,6 +125,14 @@ class Engine(Protocol):
     base_name: str
     max_model_len: int
 
+    async def prepare(self, model: str | None) -> None:
+        """Get ready for a request to a model: await it before ``text_of`` and ``submit``.
+
+        An adapter may be known to a registry alone, or its tokenizer not have been read. A model
+        that nobody knows is no error yet. Raises AdapterError.
+        """
+        ...
+
     def text_of(self, model: str | None) -> TextCodec:
         """The codec of a model: an adapter with more tokens than the base may have its own.
 

@@ -82,6 +82,9 @@ class FakeEngine:
         """Take no more requests."""
         self.failure = self.failure or "the engine has been stopped"
 
+    async def prepare(self, model: str | None) -> None:
+        """Nothing to do; ``AsyncEngine`` has it."""
+
     def text_of(self, model: str | None) -> FakeCodec:
         if model is None or model == self.base_name:
             return self.text
