@@ -173,6 +173,13 @@ async def test_an_adapter_of_another_size_than_recorded_is_not_trusted(place: Pl
     async with place.server(arena_bytes=50) as server:
         response = await server.ask("one")
         assert "takes 60 bytes, not 1" in response.json()["error"]["message"]
+        response = await server.add("one", "a", load_inplace=True)
+        assert "--device-cache 60" in response.json()["error"]["message"]
+    place.adapter_bytes = {"a": 40}
+    async with place.server(arena_bytes=50) as server:
+        assert (await server.add("one", "a", load_inplace=True)).status_code == 201
+        assert place.records()["one"].num_bytes == 40
+        assert tokens(await server.ask("one")) == expected_tokens("a", PROMPT, 3)
 
 
 async def test_a_tokenizer_is_there_before_the_first_text(place: Place) -> None:
@@ -197,6 +204,8 @@ async def test_a_tokenizer_that_cannot_be_read_fails_the_request(place: Place) -
         response = await server.ask("one")
         assert response.status_code == 404
         assert response.json()["error"]["code"] == "adapter_source_not_found"
+        last_error = (await server.adapters())["one"]["last_error"]
+        assert last_error == response.json()["error"]["message"]
         (place.folder / "a").symlink_to(place.folder / "b")
         response = await server.ask("one")
         assert response.status_code == 400
@@ -204,6 +213,7 @@ async def test_a_tokenizer_that_cannot_be_read_fails_the_request(place: Place) -
         (place.folder / "a").unlink()
         (place.folder / "a").mkdir()
         tokens(await server.ask("one"))
+        assert (await server.adapters())["one"]["last_error"] is None
 
 
 async def test_names_of_the_command_line_stand_outside(place: Place) -> None:

@@ -22,6 +22,7 @@ PROMPT = [1, 2, 3, 4, 5]
 class LoggedStep:
     step: FakeLaunchedStep
     worker: LoggingWorker
+    load_seconds: float = 0.0
 
     def result(self) -> StepResult:
         self.worker.log += "r"

@@ -94,7 +94,12 @@ class Residency:
         return None
 
     def add(self, adapter_id: AdapterId, num_bytes: int) -> None:
-        """Make an adapter known to which there is no objection; it has no copy yet."""
+        """Make an adapter known to which there is no objection; it has no copy yet.
+
+        One that is known, and has none either, gets another size.
+        """
+        known = self._bytes.get(adapter_id, num_bytes)
+        assert known == num_bytes or self.lacks_copy(adapter_id), "a copy keeps its size"
         self._bytes[adapter_id] = num_bytes
 
     def lacks_copy(self, adapter_id: AdapterId) -> bool:

@@ -70,7 +70,7 @@ class AdapterDesk:
         prepared = incoming.prepared
         adapter_id = prepared.adapter_id
         self.check_addition(name, prepared, pinned=pinned, replace=replace)
-        if not self._residency.knows(adapter_id):
+        if self._size_is_new(prepared):
             self._residency.add(adapter_id, prepared.num_bytes)
         if self._residency.lacks_copy(adapter_id) and self._make_room(adapter_id, in_use):
             self._keep(prepared)
@@ -85,7 +85,7 @@ class AdapterDesk:
             warnings=prepared.warnings,
             vocab_size=prepared.vocab_size,
         )
-        self._name(entry, Origin(adapter_id, name, source, rules), replace=replace)
+        self._give_name(entry, Origin(adapter_id, name, source, rules), replace=replace)
         _log_loaded(entry)
         return self._describe(entry)
 
@@ -94,6 +94,10 @@ class AdapterDesk:
     ) -> None:
         """Raises what ``register`` would raise."""
         self._catalog.check_name(name, replace=replace)
+        if self._size_is_new(prepared) and prepared.adapter_id in self._residency.host.fetching:
+            raise AdapterRefused(
+                name, ["it is being read with the size of the registry, which is wrong: try again"]
+            )
         self._check_room(name, prepared.adapter_id, prepared.num_bytes, pinned=pinned)
 
     def adopt(self, record: Record) -> AdapterInfo:
@@ -116,7 +120,7 @@ class AdapterDesk:
             warnings=record.warnings,
             vocab_size=record.vocab_size,
         )
-        self._name(entry, Origin(adapter_id, name, record.source, record.rules), replace=False)
+        self._give_name(entry, Origin(adapter_id, name, record.source, record.rules), replace=False)
         return self._describe(entry)
 
     def restore(self, records: Iterable[Record]) -> None:
@@ -212,11 +216,15 @@ class AdapterDesk:
             return  # nobody holds it any more
         problem = self._mismatch(origin, incoming.prepared)
         if problem is not None:
-            self._last_errors[adapter_id] = problem
             raise AdapterRefused(origin.name, [problem])
         self._note_read(adapter_id, incoming)
         if self._residency.lacks_copy(adapter_id) and self._make_room(adapter_id, in_use):
             self._keep(incoming.prepared)
+
+    def note_failed_read(self, adapter_id: AdapterId, error: str) -> None:
+        """An adapter could not be read again."""
+        if self._residency.knows(adapter_id):
+            self._last_errors[adapter_id] = error
 
     def _mismatch(self, origin: Origin, prepared: PreparedAdapter) -> str | None:
         """Why what has been read is not the adapter that was to be read."""
@@ -241,7 +249,7 @@ class AdapterDesk:
         if language is not None and adapter_id not in self._languages.known():
             self._languages.add(adapter_id, language)
 
-    def _name(self, entry: Entry, origin: Origin, *, replace: bool) -> None:
+    def _give_name(self, entry: Entry, origin: Origin, *, replace: bool) -> None:
         self._origins[entry.adapter_id] = origin
         unheld = self._catalog.add(entry, replace=replace)
         self._settle_pins()
@@ -252,6 +260,13 @@ class AdapterDesk:
         if origin.adapter_id in self._residency.host.fetching:
             self._residency.host.failed(origin.adapter_id)
             self._last_errors[origin.adapter_id] = error
+
+    def _size_is_new(self, prepared: PreparedAdapter) -> bool:
+        """Whether an adapter is not known, or with a size that was recorded and never seen."""
+        residency, adapter_id = self._residency, prepared.adapter_id
+        if not residency.knows(adapter_id):
+            return True
+        return residency.bytes_of(adapter_id) != prepared.num_bytes
 
     def _check_room(
         self, name: str, adapter_id: AdapterId, num_bytes: int, *, pinned: bool

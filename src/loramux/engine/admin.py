@@ -16,7 +16,7 @@ from loramux.adapters.sources import lasting_source
 from loramux.engine.adapters import AdapterReader
 from loramux.engine.core import EngineCore
 from loramux.engine.languages import Languages
-from loramux.errors import RegistryUnusable
+from loramux.errors import AdapterError, RegistryUnusable
 from loramux.types import AdapterId, AdapterInfo, SourceRules
 
 log = logging.getLogger(__name__)
@@ -164,6 +164,7 @@ class AdapterAdmin:
     def _adopt(self, record: Record) -> None:
         if self._catalog.find(record.name) is None:  # else another request was first
             self._core.adapters.adopt(record)
+            log.info("adapter %r taken in from the registry", record.name)
 
     def _is_settled(self, name: str) -> bool:
         """Whether the registry has nothing to say of a name."""
@@ -183,11 +184,16 @@ class AdapterAdmin:
         origin = await self._call(lambda: self._core.adapters.origin_of(adapter_id))
         if origin is None:
             return  # nobody holds it any more
-        async with self._reading:
-            incoming = await in_a_thread(
-                lambda: self._reader.read(origin.name, origin.source, origin.rules)
-            )
-        await self._call(lambda: self._core.learn(origin, incoming))
+        try:
+            async with self._reading:
+                incoming = await in_a_thread(
+                    lambda: self._reader.read(origin.name, origin.source, origin.rules)
+                )
+            await self._call(lambda: self._core.learn(origin, incoming))
+        except AdapterError as problem:
+            error = str(problem)
+            await self._call(lambda: self._core.adapters.note_failed_read(adapter_id, error))
+            raise
 
     async def _change(
         self,
