@@ -179,6 +179,7 @@ def assemble(
         num_slots=num_slots,
         arena_bytes=arena_bytes,
         host_bytes=options.adapters.host_bytes(arena_bytes),
+        max_host_copies=options.adapters.max_cpu_loras,
         adapter_max_wait=options.adapters.adapter_max_wait,
     )
     limits_of_requests = RequestLimits(model.max_model_len, model.vocab_size)
