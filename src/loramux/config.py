@@ -118,8 +118,8 @@ class AdapterOptions:
         _at_least("max_rank", self.max_rank, 1)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
-                f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): every "
-                "adapter with a slot has a copy in host memory"
+                f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): "
+                "every adapter with a slot has a copy in host memory"
             )
         if not 0 <= self.adapter_max_wait < math.inf:
             raise ConfigError(

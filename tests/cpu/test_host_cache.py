@@ -93,7 +93,7 @@ def test_a_host_cache_below_the_device_cache_is_a_usage_error() -> None:
 
 
 def test_fewer_copies_than_slots_are_a_usage_error() -> None:
-    with pytest.raises(ConfigError, match="max_cpu_loras .4. is below max_loras .8."):
+    with pytest.raises(ConfigError, match="is below max_loras"):
         AdapterOptions(max_loras=8, max_cpu_loras=4)
 
 
