@@ -89,6 +89,9 @@ class AdapterOptions:
         "bytes of host memory for adapter weights, such as 64GiB; adapters beyond are read from "
         "their sources again when they are needed; default: 8GiB, or as much as device_cache",
     )
+    max_cpu_loras: int | None = option(
+        None, "most adapters with a copy in host memory, whatever host_cache has room for"
+    )
     max_rank: int = option(512, "largest LoRA rank that is accepted")
     lora_target_modules: str | None = option(
         None,
@@ -113,6 +116,11 @@ class AdapterOptions:
     def __post_init__(self) -> None:
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_rank", self.max_rank, 1)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}): "
+                "every adapter with a slot has a copy in host memory"
+            )
         if not 0 <= self.adapter_max_wait < math.inf:
             raise ConfigError(
                 f"adapter_max_wait must be a number of seconds, not {self.adapter_max_wait}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from loramux import LLM, SamplingParams
+from loramux.config import AdapterOptions
 from loramux.errors import ConfigError
 from loramux.testing import random_adapter, tiny_model
 from loramux.types import RequestOutput
@@ -89,6 +90,11 @@ def test_a_request_whose_source_is_gone_ends_alone(
 def test_a_host_cache_below_the_device_cache_is_a_usage_error() -> None:
     with pytest.raises(ConfigError, match="is below the device cache"):
         assemble_tiny(tiny_model(), device_cache="2MiB", host_cache="1MiB")
+
+
+def test_fewer_copies_than_slots_are_a_usage_error() -> None:
+    with pytest.raises(ConfigError, match="is below max_loras"):
+        AdapterOptions(max_loras=8, max_cpu_loras=4)
 
 
 def test_memory_is_flat_while_a_thousand_adapters_come_and_go(adapters: dict[str, str]) -> None:

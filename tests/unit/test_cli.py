@@ -65,6 +65,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "max_loras": 5,
         "device_cache": "1GiB",
         "host_cache": "3GiB",
+        "max_cpu_loras": 44,
         "max_rank": 9,
         "lora_target_modules": "q_proj,attn_v",
         "lenient": True,

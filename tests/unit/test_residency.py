@@ -263,6 +263,17 @@ def test_a_copy_that_failed_to_come_leaves_its_room() -> None:
     assert slots.host.used_bytes == 0
 
 
+def test_there_may_be_a_limit_to_the_number_of_copies() -> None:
+    slots = Residency(num_slots=2, capacity_bytes=100, host_bytes=1000, max_host_copies=3)
+    for adapter_id in (A, B, C, D):
+        slots.add(adapter_id, 10)
+    for adapter_id in (A, B, C):
+        fetch(slots, adapter_id)
+    assert not slots.has_host_room(D, in_use=(A, B, C))
+    assert fetch(slots, D, in_use=(A,)).dropped == (B,)
+    slots.check()
+
+
 def test_an_adapter_may_be_forgotten_while_its_copy_is_on_its_way() -> None:
     slots = small_host()
     slots.make_host_room(A, in_use=())

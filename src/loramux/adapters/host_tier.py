@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Collection
 
@@ -15,8 +16,10 @@ class HostTier:
     bytes count from the first moment on.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, max_copies: int | None = None) -> None:
+        """``max_copies``: how many there may be, whatever their bytes; None: any number."""
         self.capacity_bytes = capacity_bytes
+        self._max_copies = math.inf if max_copies is None else max_copies
         self.used_bytes = 0
         self.num_evictions = 0
         self._copies: OrderedDict[AdapterId, int] = OrderedDict()  # least recently used first
@@ -80,14 +83,21 @@ class HostTier:
         assert not self._copies.keys() & self._fetching.keys()
         held = sum(self._copies.values()) + sum(self._fetching.values())
         assert self.used_bytes == held <= self.capacity_bytes
+        assert self._num_copies <= self._max_copies
 
     def _victims(self, num_bytes: int, kept: Collection[AdapterId]) -> list[AdapterId] | None:
-        free = self.capacity_bytes - self.used_bytes
+        free_bytes = self.capacity_bytes - self.used_bytes
+        free_copies = self._max_copies - self._num_copies
         victims: list[AdapterId] = []
         for candidate, size in self._copies.items():
-            if num_bytes <= free:
+            if free_copies >= 1 and num_bytes <= free_bytes:
                 break
             if candidate not in kept:
                 victims.append(candidate)
-                free += size
-        return victims if num_bytes <= free else None
+                free_bytes += size
+                free_copies += 1
+        return victims if free_copies >= 1 and num_bytes <= free_bytes else None
+
+    @property
+    def _num_copies(self) -> int:
+        return len(self._copies) + len(self._fetching)

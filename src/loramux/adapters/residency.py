@@ -30,11 +30,19 @@ class Residency:
     mistaken for those a stale table still points at. The base model is slot ``num_slots``.
     """
 
-    def __init__(self, num_slots: int, capacity_bytes: int, host_bytes: int) -> None:
-        """``capacity_bytes`` are the device's; the host has at least as many."""
+    def __init__(
+        self,
+        num_slots: int,
+        capacity_bytes: int,
+        host_bytes: int,
+        max_host_copies: int | None = None,
+    ) -> None:
+        """``capacity_bytes`` are the device's; the host has at least as many, and copies for all
+        slots."""
         assert host_bytes >= capacity_bytes, "whatever has a slot has a copy as well"
+        assert max_host_copies is None or max_host_copies >= num_slots
         self.num_slots = num_slots
-        self.host = HostTier(host_bytes)
+        self.host = HostTier(host_bytes, max_host_copies)
         self.capacity_bytes = capacity_bytes
         self.num_evictions = 0
         self._bytes: dict[AdapterId, int] = {}

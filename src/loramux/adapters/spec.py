@@ -148,6 +148,8 @@ class Replacement:
     tensor: str
     rows: tuple[int, ...] | None = None
     """Rows that the tensor has, in its order; None: all of the parameter's."""
+    twin: str | None = None
+    """A tensor that must hold the same values, because the base has one weight for both."""
 
 
 @dataclass(frozen=True)

@@ -191,6 +191,7 @@ def assemble(
         num_slots=num_slots,
         arena_bytes=arena_bytes,
         host_bytes=options.adapters.host_bytes(arena_bytes),
+        max_host_copies=options.adapters.max_cpu_loras,
         adapter_max_wait=options.adapters.adapter_max_wait,
         slot_bytes=slot_bytes,
     )

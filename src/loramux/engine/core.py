@@ -59,6 +59,7 @@ class EngineCore:
         num_slots: int,
         arena_bytes: int,
         host_bytes: int,
+        max_host_copies: int | None = None,
         adapter_max_wait: float,
         slot_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
@@ -70,7 +71,7 @@ class EngineCore:
         self._worker = worker
         self._languages = languages
         self._blocks = BlockAllocator(num_blocks)
-        self._residency = Residency(num_slots, arena_bytes, host_bytes)
+        self._residency = Residency(num_slots, arena_bytes, host_bytes, max_host_copies)
         self.adapters = AdapterDesk(catalog, self._residency, worker, languages)
         self._answers: dict[RequestId, Answer] = {}
         self._scheduler = Scheduler(

@@ -112,8 +112,9 @@ class OwnParts:
         few: bool,
     ) -> None:
         """Say whose rows the step has, as ``Routing.fill`` takes them, and which have logits."""
-        self.active = self.any_of(slots)
-        sizes = (self._vocab_sizes[slot] for slot in slots)
+        distinct = {*slots}
+        self.active = self.any_of(distinct)
+        sizes = (self._vocab_sizes[slot] for slot in distinct)
         self.widest = max((size for size in sizes if size is not None), default=None)
         if self.active:
             heads = np.repeat(np.asarray(slots), np.asarray(tokens_per_seq))[logit_rows].tolist()

@@ -172,7 +172,7 @@ def test_two_adapters_in_one_file_are_refused():
 
 def test_tensor_of_another_kind_is_refused_with_its_name():
     text = refusal({**QV, f"{PREFIX}model.layers.0.self_attn.q_proj.weight": (64, 64)})
-    assert "modules_to_save" in text
+    assert "whole weights for a module that has LoRA" in text
     assert "model.layers.0.self_attn.q_proj.weight" in text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from loramux.adapters.formats.meaning import BesideLora
@@ -144,6 +144,12 @@ class ReplacementBuilder:
     def _objection(self, found: _Found, adapted: Collection[str]) -> str | None:
         """Why neither the configuration nor the operator allows for a tensor, or None."""
         said, beside = found.said, self._beside
+        is_end = found.module in ends_of(self._base)
+        # PEFT saves the weight under LoRA of an embedding or head, and calls it base_layer.
+        under_lora = is_end and said.origin == "base layer"
+        whole = said.parameter == "weight" and said.origin != "tokens"
+        if whole and found.module in adapted and not under_lora:
+            return "whole weights for a module that has LoRA, too"
         if self._base.closed_parts(found.module):
             return "values for modules that --lora-target-modules does not open to adapters"
         if said.origin == "tokens":
@@ -152,7 +158,7 @@ class ReplacementBuilder:
             return "tokens of an embedding that has LoRA, too" if found.module in adapted else None
         if self._is_saved(said.path):
             return None
-        if found.module in ends_of(self._base):
+        if is_end:
             return None  # PEFT writes them unasked once the vocabulary or one of them has changed
         if said.parameter == "bias":
             return None if beside.bias != "none" else "biases are in the file, and bias is none"
@@ -227,16 +233,23 @@ class ReplacementBuilder:
         So are single tokens, and what PEFT loads straight into the weight; modules_to_save has a
         copy of its own unless ensure_weight_tying is set.
         """
-        yield from made
         base = self._base
-        if not base.tied or base.embedding is None or base.head is None:
-            return
-        for replacement in made:
-            if replacement.parameter != "weight" or replacement.module not in ends_of(base):
+        for r in made:
+            other = base.head if r.module == base.embedding else base.embedding
+            is_end = r.module in ends_of(base) and r.parameter == "weight"
+            if not (base.tied and is_end) or other is None:
+                yield r
                 continue
-            other = base.head if replacement.module == base.embedding else base.embedding
-            of_tokens = replacement.rows is not None
-            said = found[_Place(replacement.module, "weight", of_tokens)].said
-            alone = self._is_saved(said.path) and not self._beside.ties
-            if _Place(other, "weight", of_tokens) not in found and not alone:
-                yield Replacement(other, "weight", replacement.tensor, replacement.rows)
+            of_tokens = r.rows is not None
+            alone = self._is_alone(found[_Place(r.module, "weight", of_tokens)])
+            twin = found.get(_Place(other, "weight", of_tokens))
+            if twin is not None and not (of_tokens or alone or self._is_alone(twin)):
+                yield replace(r, twin=twin.key)
+                continue
+            yield r
+            if twin is None and not alone:
+                yield Replacement(other, "weight", r.tensor, r.rows)
+
+    def _is_alone(self, found: _Found) -> bool:
+        """Whether one side of a tied weight has a copy that the other does not share."""
+        return self._is_saved(found.said.path) and not self._beside.ties

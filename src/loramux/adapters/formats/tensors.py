@@ -61,6 +61,11 @@ def check_values(spec: LoraSpec, tensors: Mapping[str, torch.Tensor], report: Re
     for key, tensor in tensors.items():
         if not torch.isfinite(tensor.float()).all():
             report.refuse("tensors hold values that are not finite (NaN or infinite)", key)
+    for own in spec.replacements:
+        if own.twin is not None and not torch.equal(tensors[own.tensor], tensors[own.twin]):
+            report.refuse(
+                "embedding and head are one weight in the base, and differ in the file", own.tensor
+            )
     for delta in spec.deltas:
         if not math.isfinite(_largest_float32(tensors[delta.b], delta.scale)):
             report.refuse(f"scale {delta.scale:g} makes lora_B overflow float32", delta.module)
