@@ -23,10 +23,10 @@ MAX_ROWS = 64
 outweighs the start of a product."""
 
 _MAX_IDLE = 2
-"""A stack is built anew when it holds more than this many times the slots that are wanted."""
+"""A stack is built anew when it has more than this many times the places that are wanted."""
 
 _NOBODY = -1
-"""At a place of a stack whose weights are no slot's any more."""
+"""At a place of a stack whose weights are no slot's."""
 
 Run = tuple[Segment, ...]
 """Neighbouring segments that are computed together."""
@@ -77,7 +77,7 @@ class _Stack:
 class StackedOps(ReferenceOps):
     """Computes small segments together, large ones as the reference does.
 
-    Keeps a second copy of the weights that take part, at most as large as the arena.
+    Keeps a second copy of the weights that take part, with at most as many places again.
     """
 
     name = "stacked"
@@ -183,6 +183,8 @@ def _refill(
         return False
     kept = set(wanted).difference(stale)
     free = [place for place, slot in enumerate(stack.slots) if slot not in kept]
+    # Those of idle slots last: they may be wanted again as they are.
+    free.sort(key=lambda place: stack.slots[place] not in (_NOBODY, *stale))
     slots = list(stack.slots)
     found: list[tuple[int, list[ModuleViews]]] = []
     for slot in stale:
@@ -205,26 +207,33 @@ def _refill(
     return True
 
 
-def _build(site: Site, slots: Sequence[int], arena: Tensor, tables: SlotTables) -> _Stack:
-    """Copy the weights of one site in these slots."""
-    versions = {slot: tables.version[slot] for slot in slots}
-    views = [_views(site, slot, arena, tables) for slot in slots]
-    a_parts = [arena.new_empty(0, site.in_features)]
+def _build(site: Site, wanted: Sequence[int], arena: Tensor, tables: SlotTables) -> _Stack:
+    """Copy the weights of one site in these slots, with room for as many as a power of two.
+
+    Else a step of one adapter more than ever before would build every stack anew.
+    """
+    versions = {slot: tables.version[slot] for slot in wanted}
+    views = [_views(site, slot, arena, tables) for slot in wanted]
+    num_spare = (1 << (len(wanted) - 1).bit_length()) - len(wanted)
+    slots = (*wanted, *[_NOBODY] * num_spare)
+    a_parts: list[Tensor] = []
     b_stacks: list[Tensor] = []
     ranks: list[int] = []
     ends: list[int] = []
     for index, part in enumerate(site.slices):
         own = [of_slot[index] for of_slot in views]
+        of_part = [view.b_t.shape[0] for view in own]
+        spare = num_spare * of_part[-1]  # next may come one like the last
         a_parts += [view.a_t.t() for view in own if view.a_t is not None]
-        b_stacks.append(
-            torch.cat([arena.new_empty(0, part.size), *(v.b_t for v in own if v.a_t is not None)])
-        )
-        ranks += [view.b_t.shape[0] for view in own]
+        a_parts.append(arena.new_zeros(spare, site.in_features))
+        b_parts = [view.b_t for view in own if view.a_t is not None]
+        b_stacks.append(torch.cat([*b_parts, arena.new_zeros(spare, part.size)]))
+        ranks += [*of_part, *[of_part[-1]] * num_spare]
         ends.append(sum(ranks))
     if not all(map(_is_finite, b_stacks)):
-        return _Stack(tuple(slots), versions)
+        return _Stack(slots, versions)
     weights = _Weights(tuple(ranks), torch.cat(a_parts).t(), tuple(b_stacks), tuple(ends))
-    return _Stack(tuple(slots), versions, weights, _with_gain(site, slots, tables))
+    return _Stack(slots, versions, weights, _with_gain(site, wanted, tables))
 
 
 def _views(site: Site, slot: int, arena: Tensor, tables: SlotTables) -> list[ModuleViews]:
