@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +40,6 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 _DISTINCT_FILES = 8
 """Files of weights. Adapters that share one differ in their scale, and so in their ids."""
 _PROMPT_TOKEN = 10
-_WARM_UP_REQUESTS = 16
 
 Figures = dict[str, float]
 
@@ -150,9 +149,9 @@ def engine_options(arguments: argparse.Namespace, adapters: AdapterOptions) -> E
 async def compare(
     cases: Sequence[Case], maker: AdapterMaker, arguments: argparse.Namespace
 ) -> dict[str, Figures]:
-    """Play every trace in every case, turn by turn; medians over the traces."""
+    """Play every trace in every case, turn by turn, after one at once that warms up; medians."""
     lengths = Lengths(*arguments.lengths)
-    traces = [
+    warm_up, *traces = [
         draw_trace(
             rate=arguments.rate,
             duration=arguments.duration,
@@ -162,13 +161,13 @@ async def compare(
             lengths=lengths,
             seed=arguments.seed + repeat,
         )
-        for repeat in range(arguments.repeats)
+        for repeat in range(-1, arguments.repeats)
     ]
     runs: dict[str, list[Figures]] = {case.name: [] for case in cases}
     async with AsyncExitStack() as stack:
         players = [await start(case, maker, arguments, stack) for case in cases]
         for player in players:
-            await player.play([Arrival(0.0, *_of(a)) for a in traces[0][:_WARM_UP_REQUESTS]])
+            await player.play([replace(arrival, at=0.0) for arrival in warm_up])
         for trace in traces:
             for case, player in zip(cases, players, strict=True):
                 runs[case.name].append(await player.play(trace))
@@ -177,10 +176,6 @@ async def compare(
         for run, at_best in zip(runs[case.name], resident, strict=True):
             run["of all resident"] = run["output tokens/s"] / at_best
     return {name: medians(found) for name, found in runs.items()}
-
-
-def _of(arrival: Arrival) -> tuple[int, int, int]:
-    return arrival.adapter, arrival.prompt_tokens, arrival.output_tokens
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
