@@ -8,7 +8,7 @@ adapters set to zero, and for each slice the result by the B of all adapters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -181,30 +181,41 @@ def _refill(
         return True
     if stack.weights is None:
         return False
+    views = {slot: _views(site, slot, arena, tables) for slot in stale}
     kept = set(wanted).difference(stale)
     free = [place for place, slot in enumerate(stack.slots) if slot not in kept]
     # Those of idle slots last: they may be wanted again as they are.
     free.sort(key=lambda place: stack.slots[place] not in (_NOBODY, *stale))
+    places = _choose_places(stack.weights, free, views)
+    if places is None:
+        return False
     slots = list(stack.slots)
-    found: list[tuple[int, list[ModuleViews]]] = []
-    for slot in stale:
-        views = _views(site, slot, arena, tables)
-        ranks = tuple(view.b_t.shape[0] for view in views)
-        place = next((p for p in free if stack.weights.ranks_at(p) == ranks), None)
-        if place is None or not all(_is_finite(view.b_t) for view in views):
-            return False
-        free.remove(place)
+    for slot, place in places.items():
         slots[place] = slot
-        found.append((place, views))
+        stack.weights.put(place, views[slot])
+        free.remove(place)
     # A slot that moved leaves a place behind whose columns must not count as its own.
     slots = [_NOBODY if p in free and slot in stale else slot for p, slot in enumerate(slots)]
-    for place, views in found:
-        stack.weights.put(place, views)
     current = {slot: tables.version[slot] for slot in stale}
     stack.versions = {slot: v for slot, v in stack.versions.items() if slot in slots} | current
     stack.slots = tuple(slots)
     stack.with_gain = _with_gain(site, stack.versions, tables)
     return True
+
+
+def _choose_places(
+    weights: _Weights, free: Sequence[int], views: Mapping[int, Sequence[ModuleViews]]
+) -> dict[int, int] | None:
+    """A free place for each slot, or None: the first that has its ranks, if its B is finite."""
+    left, places = list(free), dict[int, int]()
+    for slot, of_slot in views.items():
+        ranks = tuple(view.b_t.shape[0] for view in of_slot)
+        place = next((place for place in left if weights.ranks_at(place) == ranks), None)
+        if place is None or not all(_is_finite(view.b_t) for view in of_slot):
+            return None
+        left.remove(place)
+        places[slot] = place
+    return places
 
 
 def _build(site: Site, wanted: Sequence[int], arena: Tensor, tables: SlotTables) -> _Stack:
