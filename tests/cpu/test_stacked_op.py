@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
+from loramux.ops import stacked
 from loramux.ops.interface import Segment
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.stacked import MAX_ROWS, StackedOps, group
 from loramux.types import Slot
-from tests.cpu.adapted_linear import AdaptedLinear
+from tests.cpu.adapted_linear import AdaptedLinear, assert_close
 
 SLOTS = 6
 BASE = Slot(SLOTS)
@@ -67,9 +70,68 @@ def test_idle_slots_leave_the_stack() -> None:
         assert weights is not None
         return weights.a_t.shape[1]
 
-    assert columns(0, 1, 2, 3, 4, 5) == 24
-    assert columns(0, 3, 5) == 24, "half of the slots still find what they need"
+    assert columns(0, 1, 2, 3, 4, 5) == 32, "eight places"
+    assert columns(0, 1, 3, 5) == 32, "half of the slots still find what they need"
     assert columns(0, 3) == 8
+
+
+def test_a_changed_slot_is_all_that_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = AdaptedLinear(53, (40, 17), SLOTS)
+    for slot in range(SLOTS):
+        linear.load(Slot(slot), (4, 3))
+    ops, slots = StackedOps(), [Slot(0), Slot(1), Slot(1), Slot(2), BASE]
+    x, y = linear.rows(len(slots))
+    linear.run(ops, slots, x, y)
+    copied: list[int] = []
+    views_of = stacked.module_views
+    monkeypatch.setattr(
+        stacked,
+        "module_views",
+        lambda part, slot, *a: copied.append(slot) or views_of(part, slot, *a),
+    )
+
+    linear.clear(Slot(1))
+    linear.load(Slot(1), (4, 3))
+    assert_close(linear.run(ops, slots, x, y), linear.expected(slots, x, y))
+    linear.run(ops, slots, x, y)
+
+    assert copied == [1, 1], "once for each slice"
+
+
+def test_any_slots_in_turn_take_the_places_of_others() -> None:
+    """Few or many slots, of equal or other ranks, loaded anew in between or not."""
+    draw = random.Random(5)
+    linear = AdaptedLinear(53, (40, 17), SLOTS)
+    kinds = [(4, 3), (4, 3), (4, 3), (4, 0), (2, 5), (0, 3)]
+
+    def load(slot: Slot) -> None:
+        linear.load(slot, draw.choice(kinds), dora=draw.random() < 0.3)
+
+    for slot in range(SLOTS):
+        load(Slot(slot))
+    ops = StackedOps()
+    for _ in range(200):
+        for slot in draw.sample(range(SLOTS), draw.choice([0, 0, 1, 2])):
+            linear.clear(Slot(slot))
+            load(Slot(slot))
+        slots = [Slot(draw.randrange(SLOTS + 1)) for _ in range(draw.randint(1, 9))]
+        x, y = linear.rows(len(slots))
+        assert_close(linear.run(ops, slots, x, y), linear.expected(slots, x, y))
+
+
+def test_weights_that_are_not_finite_reach_nobody_else_by_a_place() -> None:
+    linear = AdaptedLinear(53, (40,), SLOTS)
+    for slot in range(3):
+        linear.load(Slot(slot), (4,))
+    ops, slots = StackedOps(), [Slot(0), Slot(1), Slot(2)]
+    x, y = linear.rows(3)
+    linear.run(ops, slots, x, y)
+    for poison in ("b", "a"):
+        linear.clear(Slot(1))
+        linear.load(Slot(1), (4,), poison=poison)
+        got = linear.run(ops, slots, x, y)
+        assert got[1].isnan().any()
+        assert_close(got[::2], linear.expected(slots, x, y)[::2])
 
 
 @pytest.mark.parametrize("sorted_rows", [True, False])
@@ -79,7 +141,5 @@ def test_results_are_those_of_the_reference_within_rounding(sorted_rows: bool) -
         linear.load(Slot(slot), (3 + slot, 8))
     slots = [Slot(i // 2 if sorted_rows else (5 * i) % 7) for i in range(14)]
     x, y = linear.rows(14)
-    stacked = linear.run(StackedOps(), slots, x, y)
-    torch.testing.assert_close(
-        stacked, linear.run(ReferenceOps(), slots, x, y), rtol=2**-7, atol=2**-7
-    )
+    got = linear.run(StackedOps(), slots, x, y)
+    torch.testing.assert_close(got, linear.run(ReferenceOps(), slots, x, y), rtol=2**-7, atol=2**-7)

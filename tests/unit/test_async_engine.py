@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,29 @@ class GatedWorker(FakeWorker):
         return super().read_adapter(name, directory)
 
 
+class TimedWorker(GatedWorker):
+    """Keeps a clock for each thread, on which a step takes 10 ms and a read 2 s."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self._clock = threading.local()
+        self.step_ends: list[float] = []
+
+    def launch(self, plan: StepPlan) -> FakeLaunchedStep:
+        launched = super().launch(plan)
+        self.step_ends.append(self._after(0.01))
+        return launched
+
+    def read_adapter(self, name: str, directory: Path) -> PreparedAdapter:
+        prepared = super().read_adapter(name, directory)
+        self._after(2.0)
+        return prepared
+
+    def _after(self, seconds: float) -> float:
+        self._clock.now = getattr(self._clock, "now", 0.0) + seconds
+        return self._clock.now
+
+
 class Bench:
     """An AsyncEngine and what lies under it."""
 
@@ -73,9 +97,10 @@ class Bench:
         max_open: int = 100,
         at_start: Sequence[str] = (),
         runs_ahead: bool = False,
+        worker_type: type[GatedWorker] = GatedWorker,
         **sizes: Any,
     ) -> None:
-        self.small = SmallEngine(worker_type=GatedWorker, runs_ahead=runs_ahead, **sizes)
+        self.small = SmallEngine(worker_type=worker_type, runs_ahead=runs_ahead, **sizes)
         assert isinstance(self.small.worker, GatedWorker)
         self.worker = self.small.worker
         self.folder = folder
@@ -334,6 +359,39 @@ async def test_reading_an_adapter_delays_no_step(running: Running) -> None:
         assert not loading.done()
         bench.worker.read_gate.set()
         assert (await loading).name == "a"
+
+
+async def test_no_step_waits_for_the_copy_that_another_request_needs(running: Running) -> None:
+    """Of the four adapters three fit into host memory, and ``cold`` came first."""
+    sizes: dict[str, Any] = {
+        "num_slots": 3,
+        "arena_bytes": 3,
+        "host_bytes": 3,
+        "num_blocks": 64,
+        "max_num_seqs": 9,
+        "max_step_tokens": 16,
+    }
+    at_start = ["cold", "a", "b", "idle"]
+    async with running(worker_type=TimedWorker, at_start=at_start, **sizes) as bench:
+        assert isinstance(bench.worker, TimedWorker)
+        bench.worker.in_read.clear()
+        bench.worker.read_gate.clear()
+        bench.worker.step_gate.clear()
+        streams = [bench.submit(model, max_tokens=20) for model in "ab" * 4]
+        await bench.hold_step()
+        cold = bench.submit("cold")
+        bench.worker.step_gate.set()
+        assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
+        done = await asyncio.gather(*map(outcome, streams))
+        assert [o.tokens for o in done] == [following(20, model) for model in "ab" * 4]
+        bench.worker.read_gate.set()
+        # More steps, so that some come after the read as well.
+        late = bench.submit("a", max_tokens=20)
+        assert (await outcome(cold)).tokens == following(4, "cold")
+        await outcome(late)
+        seconds = sorted(b - a for a, b in pairwise(bench.worker.step_ends))
+    assert len(seconds) > 40
+    assert seconds[-1] <= 1.5 * seconds[len(seconds) // 2]
 
 
 async def test_of_two_loads_of_one_name_one_is_refused(running: Running) -> None:
