@@ -48,6 +48,7 @@ class DeviceStore:
     def load(self, slot: Slot, block: Tensor) -> list[Slot]:
         """Start to copy a host block in; the slots whose blocks had to move, mostly none."""
         assert slot not in self._extents, "a slot must be cleared before it is filled"
+        assert block.numel() > 0, "an adapter has weights"
         moved: list[Slot] = []
         start = self._find_room(block.numel())
         if start is None:
