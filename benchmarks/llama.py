@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from loramux.adapters.spec import PreparedAdapter
 from loramux.config import AdapterOptions, EngineOptions, ModelOptions, SchedulerOptions
+from loramux.engine.adapters import IncomingAdapter
 from loramux.engine.build import Parts, assemble
 from loramux.lora.weights import HostCopy, block_bytes, plain_placements
 from loramux.model.load import adopt
@@ -25,6 +26,7 @@ def llama_engine(
     max_step_tokens: int = 8192,
     kv_cache: str = "40GiB",
     device_cache: str | None = None,
+    host_cache: str = "64GiB",
     self_check: bool = True,
 ) -> Parts:
     """An engine on the GPU."""
@@ -45,7 +47,10 @@ def llama_engine(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     options = EngineOptions(
         model=ModelOptions(device="cuda", self_check=self_check),
-        adapters=AdapterOptions(max_loras=max_loras, device_cache=device_cache),
+        # No adapter has a source from which it could be read again.
+        adapters=AdapterOptions(
+            max_loras=max_loras, device_cache=device_cache, host_cache=host_cache
+        ),
         scheduler=SchedulerOptions(
             max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, kv_cache=kv_cache
         ),
@@ -58,17 +63,19 @@ def add_adapters(parts: Parts, names: Sequence[str], ranks: Sequence[int]) -> No
     for seed, name in enumerate(names):
         rank = ranks[seed % len(ranks)]
         prepared = random_prepared(parts.worker, f"{name}-r{rank}", rank, seed)
-        parts.core.register(name, "random", prepared)
+        parts.core.register(name, "random", IncomingAdapter(prepared))
 
 
 def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> PreparedAdapter:
     """A host copy as ``lora.weights.pack`` would lay it out, without files."""
     shapes = worker.layer_shapes
     num_bytes = block_bytes(shapes, rank, worker.dtype)
-    generator = torch.Generator("cuda").manual_seed(seed)
-    block = torch.randn(num_bytes // worker.dtype.itemsize, generator=generator, device="cuda")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    generator = torch.Generator(device).manual_seed(seed)
+    block = torch.randn(num_bytes // worker.dtype.itemsize, generator=generator, device=device)
+    block = (block * 0.02).to(worker.dtype).cpu()
     copy = HostCopy(
-        (block * 0.02).to(worker.dtype).cpu().pin_memory(),
+        block.pin_memory() if device.type == "cuda" else block,
         plain_placements(dict(enumerate(shapes)), rank, worker.dtype),
     )
     return PreparedAdapter(AdapterId(adapter_id), copy.num_bytes, rank, (), copy)

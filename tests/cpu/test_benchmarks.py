@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import bench_adapter_churn
+from benchmarks.bench_step import decode_plan
+from benchmarks.llama import add_adapters
+
+from loramux import LLM, SamplingParams
+from loramux.testing import tiny_model
+from tests.cpu.engines import assemble_tiny
 
 
 def test_adapter_churn(tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,3 +39,20 @@ def test_adapter_churn(tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert many["2 slots, 3 host copies"]["host hits"] < 1
     assert many["2 slots, 3 host copies"]["host evictions"] > 0
     assert all(figures["output tokens/s"] > 0 for figures in many.values())
+
+
+def test_random_adapters_of_the_gpu_benchmarks_answer_and_differ() -> None:
+    parts = assemble_tiny(tiny_model())
+    add_adapters(parts, ["a", "b", "c"], [4, 8])
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    outputs = LLM.over(parts).generate([[1, 2, 3]] * 4, params, adapter=[None, "a", "b", "c"])
+    assert [info.max_rank for info in parts.core.adapters.infos()] == [4, 8, 4]
+    assert all(output.completions[0].finish_reason == "length" for output in outputs)
+    assert parts.core.stats().max_step_adapters == 3
+
+
+def test_parts_of_a_step_are_told_apart() -> None:
+    plan = decode_plan([0, 1, 2], context=20)
+    assert [(s.start, len(s.block_table)) for s in plan.sequences] == [(20, 2)] * 3
+    blocks = [block for s in plan.sequences for block in s.block_table]
+    assert len(blocks) == len(set(blocks))
