@@ -49,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """What tests that are coroutines run on: the engine needs asyncio."""
+    return "asyncio"
+
+
 @pytest.fixture(scope="session")
 def tiny_base() -> Path:
     """A trained Llama of 852,608 weights; made once per version of ``make_tiny.py``."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from loramux.adapters.registry import Registry
+from loramux.adapters.sources import AdapterSources
 from loramux.config import AdapterOptions, EngineOptions, SchedulerOptions
+from loramux.engine.async_engine import AsyncEngine
 from loramux.engine.build import Parts, assemble
 from loramux.model.load import adopt
 
@@ -51,6 +54,26 @@ def assemble_tiny(
         options,
         "tiny",
         runs_ahead=runs_ahead,
+    )
+
+
+def async_engine(
+    parts: Parts,
+    *,
+    max_open: int = 10,
+    sources: AdapterSources | None = None,
+    registry: Registry | None = None,
+) -> AsyncEngine:
+    """The parts as a server has them."""
+    return AsyncEngine(
+        parts.core,
+        parts.worker,
+        parts.admission,
+        parts.languages,
+        base_name=parts.base_name,
+        max_open=max_open,
+        sources=sources,
+        registry=registry,
     )
 
 

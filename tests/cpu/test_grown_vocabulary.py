@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
@@ -19,9 +19,17 @@ from loramux import LLM, SamplingParams
 from loramux.cli.main import app
 from loramux.errors import AdapterRefused, InvalidRequest
 from loramux.types import RequestOutput
-from tests.cpu.architectures import ARCHITECTURES, VOCAB, build
+from tests.cpu.architectures import VOCAB, build
 from tests.cpu.engines import assemble_tiny
-from tests.cpu.test_own_values import Kind, assert_right, base_of, bits, likelihoods
+from tests.cpu.test_own_values import (
+    Kind,
+    assert_right,
+    base_of,
+    bits,
+    config_of,
+    likelihoods,
+    save,
+)
 from tests.cpu.test_own_values import write as write_alike
 
 GROWN = VOCAB + 5
@@ -73,35 +81,11 @@ def resized(kind: Kind, vocab_size: int) -> PreTrainedModel:
 
 def write(kind: Kind, folder: Path, vocab_size: int = GROWN) -> nn.Module:
     """Save a random adapter on a resized base; what PEFT makes of it when it is loaded again."""
-    architecture = ARCHITECTURES[kind.architecture]
-    config = LoraConfig(
-        r=4,
-        lora_alpha=6,
-        target_modules=list(kind.targets or architecture.targets),
-        fan_in_fan_out=architecture.fan_in_fan_out,
-        task_type="CAUSAL_LM",
-        **kind.config,
-    )
-    tuned = get_peft_model(resized(kind, vocab_size), config)
-    generator = torch.Generator().manual_seed(7)
-    for name, parameter in tuned.named_parameters():
-        if parameter.requires_grad:
-            _disturb(name, parameter, generator)
-    tuned.save_pretrained(str(folder), save_embedding_layers=True)
+    save(resized(kind, vocab_size), config_of(kind), folder, save_embedding_layers=True)
     # Rows that the file does not say would be these, which no adapter was trained with.
     other = base_of(kind)
     other.resize_token_embeddings(vocab_size, mean_resizing=False)
     return PeftModel.from_pretrained(other, str(folder)).eval()
-
-
-def _disturb(name: str, parameter: Tensor, generator: torch.Generator) -> None:
-    noise = torch.randn(parameter.shape, generator=generator)
-    if "magnitude" in name:
-        parameter.data.mul_(1 + 0.3 * noise.abs())
-    elif "lora_" in name:
-        parameter.data.copy_(noise * parameter.shape[-1] ** -0.5)
-    else:
-        parameter.data.add_(noise * 0.5 * (parameter.std() + 0.1))
 
 
 def ask(

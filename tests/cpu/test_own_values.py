@@ -77,10 +77,9 @@ def base_of(kind: Kind) -> PreTrainedModel:
     return build(kind.architecture, tie_word_embeddings=kind.tied)
 
 
-def write(kind: Kind, folder: Path) -> nn.Module:
-    """Save a random adapter of the kind; what PEFT makes of it when it is loaded again."""
+def config_of(kind: Kind) -> LoraConfig:
     architecture = ARCHITECTURES[kind.architecture]
-    config = LoraConfig(
+    return LoraConfig(
         r=4,
         lora_alpha=6,
         target_modules=list(kind.targets or architecture.targets),
@@ -88,18 +87,22 @@ def write(kind: Kind, folder: Path) -> nn.Module:
         task_type="CAUSAL_LM",
         **kind.config,
     )
-    save(base_of(kind), config, folder)
+
+
+def write(kind: Kind, folder: Path) -> nn.Module:
+    """Save a random adapter of the kind; what PEFT makes of it when it is loaded again."""
+    save(base_of(kind), config_of(kind), folder)
     return PeftModel.from_pretrained(base_of(kind), str(folder)).eval()
 
 
-def save(model: PreTrainedModel, config: LoraConfig, folder: Path) -> None:
-    """Save an adapter of which every trained parameter has moved."""
+def save(model: PreTrainedModel, config: LoraConfig, folder: Path, **how: Any) -> None:
+    """Save, as ``how`` tells PEFT, an adapter of which every trained parameter has moved."""
     tuned = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(7)
     for name, parameter in tuned.named_parameters():
         if parameter.requires_grad:
             _disturb(name, parameter, generator)
-    tuned.save_pretrained(str(folder))
+    tuned.save_pretrained(str(folder), **how)
 
 
 def _disturb(name: str, parameter: Tensor, generator: torch.Generator) -> None:

@@ -14,7 +14,7 @@ from loramux.engine.async_engine import AsyncEngine
 from loramux.errors import RegistryUnusable
 from loramux.testing import random_adapter, tiny_model
 from loramux.types import GenerationRequest, SamplingParams
-from tests.cpu.engines import assemble_tiny
+from tests.cpu.engines import assemble_tiny, async_engine
 from tests.cpu.served import TARGETS
 
 pytestmark = pytest.mark.anyio
@@ -22,25 +22,12 @@ pytestmark = pytest.mark.anyio
 NAMES = ("x0", "x1", "x2")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def running(file: Path) -> AsyncIterator[AsyncEngine]:
     parts = assemble_tiny(tiny_model(), max_loras=2)
     registry = Registry(file)
     registry.bind(parts.base_shape)
-    engine = AsyncEngine(
-        parts.core,
-        parts.worker,
-        parts.admission,
-        parts.languages,
-        base_name="tiny",
-        max_open=10,
-        registry=registry,
-    )
+    engine = async_engine(parts, registry=registry)
     await engine.start()
     yield engine
     await engine.stop()

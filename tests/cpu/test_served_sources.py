@@ -19,17 +19,12 @@ from loramux.config import ServerOptions, SourceOptions
 from loramux.engine.async_engine import AsyncEngine
 from loramux.server.app import create_app
 from loramux.testing import random_adapter, tiny_model
-from tests.cpu.engines import assemble_tiny
+from tests.cpu.engines import assemble_tiny, async_engine
 from tests.remote_places import CONFIG, WEIGHTS, FileServer, Served, snapshot
 
 pytestmark = pytest.mark.anyio
 
 TARGETS = ("q_proj", "up_proj")
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @dataclass
@@ -66,14 +61,8 @@ async def running(folder: Path, seed: int = 1) -> AsyncIterator[Bench]:
     root = folder / "root"
     random_adapter(root / "good", parts.worker.layout, rank=4, targets=TARGETS, seed=seed)
     files = {name: (root / "good" / name).read_bytes() for name in (CONFIG, WEIGHTS)}
-    engine = AsyncEngine(
-        parts.core,
-        parts.worker,
-        parts.admission,
-        parts.languages,
-        base_name="tiny",
-        max_open=10,
-        sources=AdapterSources(SourceOptions(disk_cache=str(folder / "cache"))),
+    engine = async_engine(
+        parts, sources=AdapterSources(SourceOptions(disk_cache=str(folder / "cache")))
     )
     with FileServer().running() as web:
         options = ServerOptions(adapter_root=str(root), adapter_sources=(web.url,))

@@ -17,7 +17,7 @@ from loramux.config import ServerOptions
 from loramux.engine.async_engine import AsyncEngine
 from loramux.server.app import create_app
 from tests.cpu.architectures import build
-from tests.cpu.engines import assemble_tiny
+from tests.cpu.engines import assemble_tiny, async_engine
 from tests.cpu.test_adapter_text import added, grown_tokenizer
 from tests.cpu.test_grown_vocabulary import GROWN, KINDS, VOCAB, write
 
@@ -25,11 +25,6 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = "5 <t161> 31"
 TOKENS = [5, 161, 31]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
 
 
 @dataclass
@@ -70,15 +65,7 @@ async def running(adapter: Path, folder: Path, *, eos: int | None) -> AsyncItera
     if eos is not None:
         grown_tokenizer(eos).save_pretrained(folder)
     parts = assemble_tiny(build("llama"))
-    engine = AsyncEngine(
-        parts.core,
-        parts.worker,
-        parts.admission,
-        parts.languages,
-        base_name="tiny",
-        max_open=50,
-        sources=parts.sources,
-    )
+    engine = async_engine(parts, max_open=50, sources=parts.sources)
     await engine.start()
     transport = httpx.ASGITransport(create_app(engine, options=ServerOptions()))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

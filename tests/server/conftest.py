@@ -16,11 +16,6 @@ from loramux.testing import FakeEngine
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def engine() -> FakeEngine:
     return FakeEngine(adapters={"shout": "/adapters/shout"})
 

@@ -38,11 +38,6 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(20)]
 PROMPT = [1, 2, 3, 4, 5]
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class GatedWorker(FakeWorker):
     """Steps and reads wait while their gate is closed, and say that they have begun."""
 
