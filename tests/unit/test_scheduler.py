@@ -30,13 +30,14 @@ class Bench:
         max_step_tokens: int = 16,
         adapters: Sequence[str] = "abc",
         max_wait: float = math.inf,
+        max_load_bytes: int = 100,
     ) -> None:
         self.now = 0.0
         self.blocks = BlockAllocator(num_blocks)
         self.residency = Residency(num_slots, 100, host_bytes=1000)
         for name in adapters:
             add_with_copy(self.residency, name, 1)
-        limits = Limits(max_num_seqs, max_step_tokens, block_size=4)
+        limits = Limits(max_num_seqs, max_step_tokens, 4, max_load_bytes)
         drains = Drains(max_wait, lambda: self.now)
         self.scheduler = Scheduler(limits, self.blocks, self.residency, drains=drains)
         self.count = 0
@@ -500,6 +501,54 @@ def test_a_removed_sequence_is_not_mistaken_for_another_with_its_id() -> None:
     new = bench.add(4)
     assert (old.request_id, bench.scheduler.holds(old)) == (new.request_id, False)
     assert bench.scheduler.holds(new)
+
+
+# Bounded copies in a step ------------------------------------------------------------------------
+
+
+def arriving(sizes: dict[str, int], *, running: bool) -> Bench:
+    """Adapters of these sizes are asked for in the same moment, two bytes a step beside others."""
+    bench = Bench(num_slots=4, max_num_seqs=8, num_blocks=64, max_load_bytes=2, adapters="")
+    if running:
+        bench.add(4, room=40)
+        bench.step()
+    for name, size in sizes.items():
+        add_with_copy(bench.residency, name, size)
+        bench.add(2, name, room=40)
+    return bench
+
+
+def loaded(bench: Bench) -> list[str]:
+    bench.step()
+    return [o.adapter_id for o in bench.last.plan.slot_orders if isinstance(o, SlotLoad)]
+
+
+def test_while_others_run_a_step_brings_in_few_adapters() -> None:
+    bench = arriving({"a": 1, "b": 1, "c": 1}, running=True)
+    assert loaded(bench) == ["a", "b"]
+    assert loaded(bench) == ["c"]
+
+
+def test_a_step_brings_in_an_adapter_of_any_size() -> None:
+    bench = arriving({"a": 40, "b": 30}, running=True)
+    assert loaded(bench) == ["a"]
+    assert loaded(bench) == ["b"]
+
+
+def test_a_small_adapter_does_not_overtake_a_large_one() -> None:
+    bench = arriving({"a": 1, "large": 40, "b": 1}, running=True)
+    assert [loaded(bench) for _ in range(3)] == [["a"], ["large"], ["b"]]
+
+
+def test_where_nobody_runs_all_come_in_at_once() -> None:
+    assert loaded(arriving({"a": 40, "b": 30, "c": 1}, running=False)) == ["a", "b", "c"]
+
+
+def test_who_needs_no_copy_is_not_held_up_by_those_who_do() -> None:
+    bench = arriving({"a": 40, "b": 30}, running=True)
+    bench.add(2, "a", room=40)
+    bench.add(2)
+    assert bench.step() == {"r0": 1, "r1": 2, "r3": 2, "r4": 2}
 
 
 # Bounded waiting for a slot ----------------------------------------------------------------------

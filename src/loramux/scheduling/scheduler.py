@@ -12,6 +12,7 @@ from loramux.adapters.residency import Residency
 from loramux.plan import PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPlan
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
+from loramux.scheduling.load_budget import MAX_STEP_LOAD_BYTES, LoadBudget
 from loramux.scheduling.request import Request
 from loramux.scheduling.tally import Tally
 from loramux.types import AdapterId, RequestId
@@ -24,6 +25,8 @@ class Limits:
     max_num_seqs: int
     max_step_tokens: int
     block_size: int
+    max_load_bytes: int = MAX_STEP_LOAD_BYTES
+    """Of adapters that come into slots while others run (``LoadBudget``)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Scheduler:
     first always goes on, because one sequence of the greatest length fits into the cache
     (``fits``), so every request ends.
 
-    A request whose adapter has no slot is passed by others, for a bounded time (``Drains``).
+    A request whose adapter has no slot is passed by others, for a bounded time (``Drains``). Where
+    many adapters come at once, they come one or a few a step (``LoadBudget``).
 
     A step may be scheduled while the one before it runs. Its sequences then go on with a token that
     is not known yet (``PENDING_TOKEN``), and those that this token ends for lack of room take no
@@ -284,6 +288,7 @@ class Scheduler:
     ) -> None:
         """Start waiting requests in order; one whose adapter has no slot is passed by others."""
         without_slot: set[AdapterId | None] = set()
+        loads = LoadBudget(self._limits.max_load_bytes, anyone_waits=bool(self._running))
         now = self._clock()
         for request in list(self._waiting):
             if not budget or len(self._running) >= self._limits.max_num_seqs:
@@ -302,6 +307,10 @@ class Scheduler:
             # starts and is preempted in the middle of its prompt has wasted the work.
             if self._num_blocks(len(request.tokens)) > self._blocks.num_free:
                 return
+            if not self._may_load(request.adapter_id, loads):
+                without_slot.add(request.adapter_id)
+                request.note_without_slot(now)
+                continue
             if request.adapter_id is not None:
                 orders.extend(self._take_slot(request.adapter_id))
                 if not request.num_preemptions:
@@ -328,6 +337,11 @@ class Scheduler:
         elif self._drains.is_draining(adapter_id):
             return False
         return self._residency.can_place(adapter_id, self._running_adapters.keys())
+
+    def _may_load(self, adapter_id: AdapterId | None, loads: LoadBudget) -> bool:
+        if adapter_id is None or self._residency.find_slot(adapter_id) is not None:
+            return True
+        return loads.take(self._residency.bytes_of(adapter_id))
 
     def _has_copy(self, adapter_id: AdapterId | None) -> bool:
         return adapter_id is None or adapter_id in self._residency.host
