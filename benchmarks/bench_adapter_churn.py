@@ -11,37 +11,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
-import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from benchmarks.churn import Figures, Meter, Player, engine_over, medians, show
 from benchmarks.report import finish
-from benchmarks.traces import Arrival, Lengths, draw_trace
+from benchmarks.traces import Lengths, draw_trace
 from loramux.config import AdapterOptions, EngineOptions, ModelOptions, SchedulerOptions
 from loramux.demo.base import demo_base
-from loramux.engine.async_engine import AsyncEngine
-from loramux.engine.build import Parts, build_parts
-from loramux.engine.origins import Origin
-from loramux.plan import SlotOrder
+from loramux.engine.build import build_parts
 from loramux.testing import random_adapter
-from loramux.types import Delta, GenerationRequest, SamplingParams
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _DISTINCT_FILES = 8
 """Files of weights. Adapters that share one differ in their scale, and so in their ids."""
-_PROMPT_TOKEN = 10
-
-Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             cases = cases_of(num_adapters, arguments.slots, arguments.host_share)
             found = asyncio.run(compare(cases, maker, arguments))
             results[f"{num_adapters} adapters"] = found
-            show(num_adapters, found)
+            show(f"{num_adapters} adapters", found)
     shown = vars(arguments) | {"base": Path(arguments.base).name}
     finish("adapter_churn", shown, results, arguments.out)
 
@@ -178,11 +168,6 @@ async def compare(
     return {name: medians(found) for name, found in runs.items()}
 
 
-def medians(runs: Sequence[Figures]) -> Figures:
-    """Of each figure by itself."""
-    return {name: round(statistics.median(run[name] for run in runs), 3) for name in runs[0]}
-
-
 async def start(
     case: Case, maker: AdapterMaker, arguments: argparse.Namespace, stack: AsyncExitStack
 ) -> Player:
@@ -193,158 +178,12 @@ async def start(
         host_cache=str(case.num_copies * maker.num_bytes),
     )
     parts = build_parts(arguments.base, engine_options(arguments, adapters))
-    engine = AsyncEngine(
-        parts.core,
-        parts.worker,
-        parts.admission,
-        parts.languages,
-        base_name=parts.base_name,
-        max_open=100_000,
-        sources=parts.sources,
-    )
+    engine = engine_over(parts)
     await engine.start()
     stack.push_async_callback(engine.stop)
     sources = {str(index): str(maker.source(index)) for index in range(case.num_adapters)}
     await asyncio.gather(*(engine.load_adapter(name, path) for name, path in sources.items()))
     return Player(engine, Meter(parts))
-
-
-class Player:
-    """Plays traces through one engine."""
-
-    def __init__(self, engine: AsyncEngine, meter: Meter) -> None:
-        self._engine = engine
-        self._meter = meter
-
-    async def play(self, trace: Sequence[Arrival]) -> Figures:
-        """Submit each request when its time has come; figures of the whole trace."""
-        before = self._engine.stats()
-        self._meter.clear()
-        began = time.perf_counter()
-        waits = await asyncio.gather(*(self._ask(arrival, began) for arrival in trace))
-        seconds = time.perf_counter() - began
-        after = self._engine.stats()
-        assert after.output_tokens - before.output_tokens == sum(a.output_tokens for a in trace)
-        preemptions = after.preemptions - before.preemptions
-        loads = after.slot_loads - before.slot_loads
-        started = len(trace) + preemptions
-        return {
-            "output tokens/s": (after.output_tokens - before.output_tokens) / seconds,
-            "first token p50, s": float(np.quantile(waits, 0.5)),
-            "first token p99, s": float(np.quantile(waits, 0.99)),
-            **self._meter.figures(),
-            "slot hits": 1 - loads / started,
-            "host hits": 1 - self._meter.num_fetches / started,
-            "slot evictions": after.slot_evictions - before.slot_evictions,
-            "host evictions": after.host_evictions - before.host_evictions,
-            "slot drains": after.slot_drains - before.slot_drains,
-            "preemptions": preemptions,
-        }
-
-    async def _ask(self, arrival: Arrival, began: float) -> float:
-        """Seconds from the time of arrival to the first token."""
-        due = began + arrival.at
-        await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        request = GenerationRequest(
-            prompt_token_ids=[_PROMPT_TOKEN] * arrival.prompt_tokens,
-            params=SamplingParams(temperature=0, max_tokens=arrival.output_tokens, ignore_eos=True),
-            model=str(arrival.adapter),
-        )
-        first: float | None = None
-        async for delta in self._engine.submit(request):
-            assert delta.error is None, delta.error
-            first = first or time.perf_counter() - due
-        assert first is not None
-        return first
-
-
-@dataclass(frozen=True)
-class _Step:
-    seconds: float
-    num_prompt_tokens: int
-    num_output_tokens: int
-
-
-class Meter:
-    """Watches an engine from outside: its steps, slot orders and fetches of adapters."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._steps: list[_Step] = []
-        self._orders: list[float] = []
-        self.num_fetches = 0
-        self._watch_steps()
-        self._watch_orders()
-        self._watch_fetches()
-
-    def clear(self) -> None:
-        self._steps.clear()
-        self._orders.clear()
-        self.num_fetches = 0
-
-    def figures(self) -> Figures:
-        every = [step.seconds for step in self._steps]
-        decoding = [step.seconds for step in self._steps if not step.num_prompt_tokens]
-        return {
-            "steps": len(every),
-            "rows a step": sum(step.num_output_tokens for step in self._steps) / len(every),
-            **_spread("step", every),
-            **_spread("step without a prompt", decoding),
-            "slot orders, s": sum(self._orders),
-            "slot orders of a step p99, ms": 1000 * float(np.quantile(self._orders or [0], 0.99)),
-        }
-
-    def _watch_steps(self) -> None:
-        core, step = self._parts.core, self._parts.core.step
-
-        def watched() -> list[Delta]:
-            before, began = core.stats(), time.perf_counter()
-            deltas = step()
-            seconds, after = time.perf_counter() - began, core.stats()
-            if after.num_steps > before.num_steps:
-                num_prompt_tokens = after.prompt_tokens - before.prompt_tokens
-                self._steps.append(_Step(seconds, num_prompt_tokens, len(deltas)))
-            return deltas
-
-        core.step = watched
-
-    def _watch_orders(self) -> None:
-        worker, apply = self._parts.worker, self._parts.worker.apply
-
-        def watched(orders: Sequence[SlotOrder]) -> None:
-            began = time.perf_counter()
-            apply(orders)
-            if orders:
-                self._orders.append(time.perf_counter() - began)
-
-        worker.apply = watched
-
-    def _watch_fetches(self) -> None:
-        core, take_fetches = self._parts.core, self._parts.core.take_fetches
-
-        def watched() -> list[Origin]:
-            origins = take_fetches()
-            self.num_fetches += len(origins)
-            return origins
-
-        core.take_fetches = watched
-
-
-def _spread(name: str, seconds: Sequence[float]) -> Figures:
-    median, p99 = np.quantile(seconds, 0.5), np.quantile(seconds, 0.99)
-    return {
-        f"{name} p50, ms": 1000 * float(median),
-        f"{name} p99, ms": 1000 * float(p99),
-        f"{name} p99 / p50": float(p99 / median),
-    }
-
-
-def show(num_adapters: int, found: dict[str, Figures]) -> None:
-    """A table: a row for each figure, a column for each case."""
-    print(f"\n{num_adapters} adapters{'':19}", *(f"{name:>26}" for name in found))
-    for figure in dict.fromkeys(itertools.chain.from_iterable(found.values())):
-        values = (figures.get(figure, float("nan")) for figures in found.values())
-        print(f"{figure:32}", *(f"{value:26.3f}" for value in values), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -58,12 +59,16 @@ class CudaLane:
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
         self._stream = stream
 
+    def current(self) -> AbstractContextManager[object]:
+        """Inside, the lane's stream is the current one."""
+        return torch.cuda.stream(self._stream)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with self.current():
             target.copy_(source, non_blocking=True)
 
     def move(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
+        with self.current():
             target.copy_(source.clone())
 
     def mark(self) -> Mark:
