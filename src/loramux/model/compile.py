@@ -6,6 +6,7 @@ products, attention and LoRA are ops that the compiler does not look into (``ops
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,13 +22,6 @@ MIN_ROWS = 2
 _PRODUCTS = (nn.Linear, nn.Embedding)
 _MAX_VARIANTS = 64
 """Compilations of one piece of modelling code: forms of a step, times kinds of layers."""
-_INDUCTOR = {
-    "combo_kernels": True,
-    # Round wherever the modelling code does, and fuse no product with a sum. Else each form of a
-    # step, compiled apart, leaves out other roundings, and bits of a base row would hang on whether
-    # adapters share its step.
-    "emulate_precision_casts": True,
-}
 
 
 def compile_layers(
@@ -39,8 +33,10 @@ def compile_layers(
 
     ``runs``: layers that run as one (``model.stack``).
     """
+    # float32 is to be exact; the compiler advises otherwise.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
-    options = _INDUCTOR if backend == "inductor" else None
+    options = _inductor_options() if backend == "inductor" else None
     stack = decoder_layers(model)
     assert stack is not None, "the examination has found attention in layers"
     parent, layers = stack
@@ -50,3 +46,17 @@ def compile_layers(
         # Norms and rotary embeddings: many small kernels as they are.
         if module is not layers and not any(isinstance(m, _PRODUCTS) for m in module.modules()):
             module.compile(dynamic=True, backend=backend, options=options)
+
+
+def _inductor_options() -> dict[str, Any]:
+    """Forms of a step are compiled apart, and a base row must have the same bits in all of them,
+    whether adapters share its step or not."""
+    from loramux.model.whole_rows import WholeRows
+
+    return {
+        "combo_kernels": True,
+        # Round wherever the modelling code does, and fuse no product with a sum: else each form
+        # leaves out other roundings.
+        "emulate_precision_casts": True,
+        "inductor_choices_class": WholeRows,
+    }
