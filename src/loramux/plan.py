@@ -1,9 +1,14 @@
-"""Orders for one step: the engine decides, the workers carry out and report back. Plain data."""
+"""Orders for one step: the engine decides, the workers carry out and report back. Plain data.
+
+What there is one of for each sequence of each step is a named tuple, which takes a third of the
+time to make that a frozen dataclass does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
 
@@ -36,8 +41,7 @@ class SlotClear:
 SlotOrder = SlotLoad | SlotClear
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """Choose the next token of a sequence at the end of this step."""
 
     params: SamplingParams
@@ -51,8 +55,7 @@ class Sample:
     """Tokens that may not be chosen now (ends before ``min_tokens``)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceStep:
+class SequenceStep(NamedTuple):
     """One sequence's part of a step: ``token_ids`` stand at ``start``, ``start + 1``, …"""
 
     request_id: RequestId
@@ -75,8 +78,7 @@ class StepPlan:
     sequences: tuple[SequenceStep, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceResult:
+class SequenceResult(NamedTuple):
     """What a worker reports for one sequence of a plan."""
 
     request_id: RequestId

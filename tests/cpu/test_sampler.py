@@ -6,7 +6,6 @@ import random
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -279,7 +278,7 @@ def mixed_batch() -> list[Sample]:
     rows = [sample((4, 5, 6, 7), prompt=2, seed=i, **params) for i, params in enumerate(FILTERS)]
     rows += [sample(temperature=0), sample(temperature=0, forbidden=(1,)), sample(seed=-1)]
     rows += [sample(temperature=0, logprobs=3), sample(logprobs=0, presence_penalty=1.0)]
-    return [replace(row, seed=row.seed + i) for i, row in enumerate(rows * 5)]
+    return [row._replace(seed=row.seed + i) for i, row in enumerate(rows * 5)]
 
 
 def test_choice_does_not_depend_on_the_rest_of_the_batch() -> None:

@@ -60,7 +60,7 @@ def test_sequences_that_see_each_other_are_found(
     served = Served(tmp_path)
 
     def same_blocks(inputs: StepInputs) -> StepInputs:
-        attention = [replace(s, block_table=[0, 1]) for s in inputs.attention]
+        attention = [s._replace(block_table=[0, 1]) for s in inputs.attention]
         return replace(inputs, attention=attention)
 
     break_inputs(monkeypatch, same_blocks)

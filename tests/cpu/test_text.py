@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import io
 import logging
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from loramux.engine.text import Detokenizer, HFText
 from loramux.errors import InvalidRequest
+from tests.cpu.engines import word_tokenizer
 
 TESTS = Path(__file__).parents[1]
 
@@ -82,6 +84,34 @@ def ids_of(tokenizer: Any, tokens: list[str]) -> list[int]:
 
 def utf8_tokens(text: str) -> list[str]:
     return [f"<0x{byte:02X}>" for byte in text.encode()]
+
+
+def test_a_tokenizer_with_a_way_of_its_own_to_decode_is_asked_for_it() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    backend = word_tokenizer(9).backend_tokenizer
+    backend.add_tokens(["word"])
+    plain, loud = (cls(tokenizer_object=backend) for cls in (PreTrainedTokenizerFast, Loud))
+    assert (HFText(plain).decode([9]), HFText(loud).decode([9])) == ("word", "WORD")
+    detokenizer = HFText(loud).detokenizer()
+    assert detokenizer.push(9) + detokenizer.finish() == "WORD"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "tiny", "sentencepiece"])
+@pytest.mark.parametrize("skip", [True, False])
+def test_decoding_is_that_of_transformers(
+    request: pytest.FixtureRequest, kind: str, skip: bool
+) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    draw = random.Random(0)
+    for _ in range(200):
+        ids = [draw.randrange(len(tokenizer)) for _ in range(draw.randrange(9))]
+        expected = tokenizer.decode(
+            ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
+        )
+        assert HFText(tokenizer).decode(ids, skip_special_tokens=skip) == expected
 
 
 @given(ids=st.lists(st.integers(0, 299)), skip=st.booleans())

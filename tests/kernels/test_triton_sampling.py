@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -211,6 +210,6 @@ def test_tokens_tied_for_the_best_are_drawn_evenly_though_they_just_fit(
 
 def test_a_position_further_on_draws_anew(device: torch.device, sizes_of: SizesOf) -> None:
     sizes_of(16, 16)
-    samples = [replace(sample(), position=i) for i in range(8)]
+    samples = [sample()._replace(position=i) for i in range(8)]
     found = choose(torch.zeros(8, 40).to(device), samples, draw_by_triton)
     assert len(set(found.token_ids.tolist())) > 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,7 +107,7 @@ def test_a_sample_must_fit_a_pending_token(changed: dict[str, Any], error: str) 
 def test_a_pending_token_stands_alone() -> None:
     fake = worker()
     fake.launch(plan(prompt()))
-    beside = replace(pending(), token_ids=[3, PENDING_TOKEN], start=2)
+    beside = pending()._replace(token_ids=[3, PENDING_TOKEN], start=2)
     with pytest.raises(AssertionError, match="beside others"):
         fake.launch(plan(beside))
 

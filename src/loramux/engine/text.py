@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from loramux.errors import InvalidRequest
 
@@ -25,6 +25,7 @@ class HFText:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self._decode = _decoder_of(tokenizer)
         self._special = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         )
@@ -40,13 +41,7 @@ class HFText:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``, byte for byte: spaces are never tidied up."""
-        text = self._tokenizer.decode(
-            list(token_ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        assert isinstance(text, str)
-        return text
+        return self._decode(list(token_ids), skip_special_tokens)
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh one for one completion."""
@@ -82,6 +77,29 @@ class HFText:
         return _flat_ids(ids)
 
 
+def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:
+    """Tokens, and whether special ones are left out, to text without tidied spaces.
+
+    For most tokenizers straight by the library below transformers, whose own work on the way takes
+    ten times as long as decoding one token, and is the same for all of them.
+    """
+    kind = type(tokenizer)
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and kind.decode is PreTrainedTokenizerBase.decode
+        and kind._decode is PreTrainedTokenizerFast._decode
+    ):
+        backend = tokenizer.backend_tokenizer
+        return lambda ids, skip: backend.decode(ids, skip_special_tokens=skip)
+
+    def decode(ids: list[int], skip: bool) -> str:
+        text = tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    return decode
+
+
 class Detokenizer:
     """Turns one completion's tokens into text as they come.
 
@@ -95,7 +113,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self, decode: Callable[[Sequence[int]], str], *, skipped: frozenset[int] = frozenset()
+        self, decode: Callable[[list[int]], str], *, skipped: frozenset[int] = frozenset()
     ) -> None:
         """``decode`` gives the text of tokens; ``skipped`` are tokens that it leaves out."""
         self._decode = decode

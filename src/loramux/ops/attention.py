@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -19,8 +19,7 @@ class KvShape:
     value_dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSequence:
+class AttentionSequence(NamedTuple):
     """``num_tokens`` rows of a step, from ``first_row`` on, are one sequence's newest tokens."""
 
     first_row: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -31,15 +30,15 @@ class Pages:
         num_tokens = np.array([s.num_tokens for s in sequences], dtype=np.int32)
         lengths = num_cached + num_tokens
         counts = -(-lengths // block_size)
-        blocks = chain.from_iterable(
-            s.block_table[:count] for s, count in zip(sequences, counts.tolist(), strict=True)
-        )
+        # An array's numbers are taken where they stand: a step may have hundreds of thousands.
+        tables = [np.asarray(s.block_table, dtype=np.int32) for s in sequences]
+        used = [table[:count] for table, count in zip(tables, counts.tolist(), strict=True)]
         return Pages(
             block_size,
             num_cached,
             row_start=_starts(num_tokens),
             block_start=_starts(counts),
-            blocks=np.fromiter(blocks, dtype=np.int32, count=int(counts.sum())),
+            blocks=np.concatenate(used) if used else np.zeros(0, dtype=np.int32),
             last_block_tokens=(lengths - 1) % block_size + 1,
         )
 

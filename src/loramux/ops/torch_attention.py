@@ -11,6 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -130,7 +131,7 @@ class TorchAttention:
     def _cache_rows(self, sequence: AttentionSequence) -> Tensor:
         """Cache row of every token of a sequence, cached and new, ``[L]``."""
         length = sequence.num_cached + sequence.num_tokens
-        blocks = torch.tensor(sequence.block_table, dtype=torch.long)
+        blocks = torch.from_numpy(np.array(sequence.block_table, dtype=np.int64))
         places = torch.arange(self._block_size)
         return (blocks[:, None] * self._block_size + places).flatten()[:length]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from loramux.types import AdapterId, RequestId, SamplingParams, TokenLogprobs
@@ -32,7 +33,8 @@ class Request:
     """Tokens that follow ``tokens``: launched steps sample them, and nobody knows them yet."""
     num_computed: int = 0
     """Tokens whose keys and values are in ``blocks`` once all launched steps have run."""
-    blocks: list[int] = field(default_factory=list)
+    blocks: array[int] = field(default_factory=lambda: array("i"))
+    """KV blocks in the order of its tokens; of 32 bits each, as attention reads them."""
     running: bool = False
     num_at_start: int = 0
     """Prompt and output when it last started to run."""

@@ -67,6 +67,7 @@ class Scheduler:
         forbidden_tokens: Callable[[Request], tuple[int, ...]] = lambda request: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``forbidden_tokens``: those that a request with ``min_tokens`` may not choose next."""
         assert limits.max_num_seqs <= limits.max_step_tokens, "each sequence needs a token a step"
         self._limits = limits
         self._blocks = blocks
@@ -279,7 +280,7 @@ class Scheduler:
         request.running = False
         request.num_computed = 0
         self._blocks.free(request.blocks)
-        request.blocks.clear()
+        del request.blocks[:]
         if request.adapter_id is not None:
             self._leave_slot(request.adapter_id)
 
@@ -378,27 +379,28 @@ class Scheduler:
             self._residency.note_idle(adapter_id)
 
     def _sequence_step(self, request: Request, count: int) -> SequenceStep:
-        start, end = request.num_computed, request.num_computed + count
+        start, num_tokens = request.num_computed, request.num_tokens
+        end = start + count
         token_ids = request.tokens[start:end]
         if request.num_in_flight:
             assert not token_ids, "a token that is known stands before one that is not computed"
             token_ids = [PENDING_TOKEN]
         sample = None
-        if end == request.num_tokens:
+        if end == num_tokens:
             sample = Sample(
                 params=request.params,
                 seed=request.seed,
                 tokens=request.tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
-                position=request.num_output_tokens,
-                forbidden=self._forbidden_tokens(request),
+                position=num_tokens - request.num_prompt_tokens,
+                forbidden=self._forbidden_tokens(request) if request.params.min_tokens else (),
             )
         wants_prompt = request.wants_prompt_logprobs
         return SequenceStep(
             request_id=request.request_id,
             token_ids=token_ids,
             start=start,
-            block_table=tuple(request.blocks),
+            block_table=request.blocks[:],
             slot=self._residency.slot_of(request.adapter_id),
             sample=sample,
             prompt_logprobs=request.params.prompt_logprobs if wants_prompt else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -225,7 +225,7 @@ class FakeWorker:
             return sequence
         assert len(sequence.token_ids) == 1, "a pending token stands beside others"
         assert sequence.request_id in self._last_tokens, "the step before samples no such token"
-        return replace(sequence, token_ids=(self._last_tokens[sequence.request_id],))
+        return sequence._replace(token_ids=(self._last_tokens[sequence.request_id],))
 
     def _adapter_in(self, slot: Slot) -> AdapterId | None:
         if slot == self._num_slots:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 import numpy as np
 
@@ -41,32 +42,39 @@ def build_inputs(plan: StepPlan, last_rows: Mapping[RequestId, int]) -> StepInpu
 
     ``last_rows``: where the step before samples each request's token.
     """
-    tokens = np.concatenate([np.asarray(s.token_ids, dtype=np.int64) for s in plan.sequences])
-    positions = np.concatenate(
-        [np.arange(s.start, s.start + len(s.token_ids)) for s in plan.sequences]
+    sequences = plan.sequences
+    counts = [len(s.token_ids) for s in sequences]
+    first_rows = [0, *accumulate(counts)]
+    num_tokens = first_rows.pop()
+    tokens = np.fromiter(
+        chain.from_iterable(s.token_ids for s in sequences), dtype=np.int64, count=num_tokens
     )
-    attention: list[AttentionSequence] = []
-    sample_rows: list[int] = []
-    prompt_rows: list[int] = []
-    pending: list[tuple[int, int]] = []
-    row = 0
-    for s in plan.sequences:
-        count = len(s.token_ids)
-        if s.token_ids[0] == PENDING_TOKEN:
-            pending.append((row, last_rows[s.request_id]))
-        attention.append(AttentionSequence(row, count, s.start, s.block_table))
-        if s.sample is not None:
-            sample_rows.append(row + count - 1)
-        prompt_rows.extend(range(row, row + len(s.next_prompt_tokens)))
-        row += count
-    pending_rows, pending_sources = np.array(pending, dtype=np.int64).reshape(-1, 2).T
+    # A row's position is as far from its number as in the first row of its sequence.
+    offsets = [s.start - row for s, row in zip(sequences, first_rows, strict=True)]
+    positions = np.arange(num_tokens) + np.repeat(np.array(offsets, dtype=np.int64), counts)
+    sampled = [
+        (s, row + count - 1)
+        for s, row, count in zip(sequences, first_rows, counts, strict=True)
+        if s.sample is not None
+    ]
+    prompt_rows = [
+        row + i
+        for s, row in zip(sequences, first_rows, strict=True)
+        if s.next_prompt_tokens
+        for i in range(len(s.next_prompt_tokens))
+    ]
+    pending_rows = np.flatnonzero(tokens == PENDING_TOKEN)
+    pending = [s.request_id for s in sequences if s.token_ids[0] == PENDING_TOKEN]
     tokens[pending_rows] = 0
     return StepInputs(
         token_ids=tokens,
         positions=positions,
-        attention=attention,
-        logit_rows=np.array(sample_rows + prompt_rows, dtype=np.int64),
-        sampled=[s for s in plan.sequences if s.sample is not None],
-        pending_rows=np.ascontiguousarray(pending_rows),
-        pending_sources=np.ascontiguousarray(pending_sources),
+        attention=[
+            AttentionSequence(row, count, s.start, s.block_table)
+            for s, row, count in zip(sequences, first_rows, counts, strict=True)
+        ],
+        logit_rows=np.array([row for _, row in sampled] + prompt_rows, dtype=np.int64),
+        sampled=[s for s, _ in sampled],
+        pending_rows=pending_rows,
+        pending_sources=np.array([last_rows[r] for r in pending], dtype=np.int64),
     )
