@@ -8,14 +8,27 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from loramux.adapters.spec import PreparedAdapter
+from loramux.adapters.spec import ModuleShape, PreparedAdapter
 from loramux.config import AdapterOptions, EngineOptions, ModelOptions, SchedulerOptions
 from loramux.engine.adapters import IncomingAdapter
 from loramux.engine.build import Parts, assemble
+from loramux.lora.host_memory import HostBlock
 from loramux.lora.weights import HostCopy, block_bytes, plain_placements
 from loramux.model.load import adopt
 from loramux.types import AdapterId
 from loramux.worker.worker import Worker
+
+_HIDDEN, _INTERMEDIATE, _KEYS = 4096, 14336, 1024
+_LAYER = (
+    *(ModuleShape(_HIDDEN, out) for out in (_HIDDEN, _KEYS, _KEYS, _HIDDEN)),  # q, k, v, o
+    *(ModuleShape(_HIDDEN, _INTERMEDIATE), ModuleShape(_HIDDEN, _INTERMEDIATE)),  # gate, up
+    ModuleShape(_INTERMEDIATE, _HIDDEN),
+)
+
+
+def adapter_bytes(rank: int, layers: int = 32) -> int:
+    """Of an adapter on every linear of the layers."""
+    return layers * block_bytes(_LAYER, rank, torch.bfloat16)
 
 
 def llama_engine(
@@ -26,14 +39,14 @@ def llama_engine(
     max_step_tokens: int = 8192,
     kv_cache: str = "40GiB",
     device_cache: str | None = None,
-    host_cache: str = "64GiB",
+    host_cache: str = "16GiB",
     self_check: bool = True,
 ) -> Parts:
     """An engine on the GPU."""
     config = LlamaConfig(
         vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
+        hidden_size=_HIDDEN,
+        intermediate_size=_INTERMEDIATE,
         num_hidden_layers=layers,
         num_attention_heads=32,
         num_key_value_heads=8,
@@ -75,7 +88,7 @@ def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> Pr
     block = torch.randn(num_bytes // worker.dtype.itemsize, generator=generator, device=device)
     block = (block * 0.02).to(worker.dtype).cpu()
     copy = HostCopy(
-        block.pin_memory() if device.type == "cuda" else block,
+        worker.host_memory.keep(HostBlock((block,))),
         plain_placements(dict(enumerate(shapes)), rank, worker.dtype),
     )
     return PreparedAdapter(AdapterId(adapter_id), copy.num_bytes, rank, (), copy)

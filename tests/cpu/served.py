@@ -11,6 +11,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from loramux.adapters.spec import PreparedAdapter
+from loramux.lora.host_memory import HostBlock, OrdinaryMemory
 from loramux.lora.weights import HostCopy
 from loramux.model.anatomy import examine
 from loramux.model.attention_seam import AttentionSeam
@@ -61,6 +62,7 @@ class Served:
             ops or ReferenceOps(),
             num_slots=SLOTS,
             arena_bytes=arena_bytes,
+            host_memory=OrdinaryMemory(),
             max_step_tokens=max_tokens,
             max_rank=64,
             compiled=compiled,
@@ -93,7 +95,7 @@ class Served:
         """Install ``one`` again with NaN in it, which no adapter that is read can have."""
         copy = self.prepared["one"].content
         assert isinstance(copy, HostCopy)
-        sick = replace(copy, block=torch.full_like(copy.block, torch.nan))
+        sick = replace(copy, block=HostBlock((torch.full_like(copy.block.whole, torch.nan),)))
         self.prepared[name] = replace(
             self.prepared["one"], adapter_id=AdapterId(name), content=sick
         )

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from loramux.lora.device_store import DeviceStore
+from loramux.lora.host_memory import HostBlock
 from loramux.lora.lanes import lanes_of
 from loramux.lora.transfers import Transfers
 from loramux.types import Slot
@@ -47,7 +48,7 @@ class ArenaWalk(RuleBasedStateMachine):
         block = torch.arange(size) + self.stamp
         self.stamp += 1000
 
-        moved = self.store.load(slot, block)
+        moved = self.store.load(slot, HostBlock((block,)))
 
         really = [s for s in self.blocks if self.store.start_of(s) != self.starts[s]]
         assert sorted(moved) == sorted(really)
@@ -79,14 +80,14 @@ def filled(*units: int) -> DeviceStore:
     """A store of eight units with a block in each of the first slots."""
     store = new_store(8 * 16)
     for slot, size in enumerate(units):
-        store.load(Slot(slot), torch.full((size * 4,), float(slot + 1)))
+        store.load(Slot(slot), HostBlock((torch.full((size * 4,), float(slot + 1)),)))
     return store
 
 
 def test_a_gap_that_is_long_enough_is_used_without_moving_anything() -> None:
     store = filled(2, 3, 3)
     store.clear(Slot(1))
-    assert store.load(Slot(3), torch.zeros(8)) == []
+    assert store.load(Slot(3), HostBlock((torch.zeros(8),))) == []
     assert store.start_of(Slot(3)) == 2 * 4
 
 
@@ -94,7 +95,7 @@ def test_blocks_move_together_only_when_no_gap_is_long_enough() -> None:
     store = filled(2, 2, 2, 2)
     store.clear(Slot(0))
     store.clear(Slot(2))
-    assert store.load(Slot(4), torch.full((16,), 5.0)) == [Slot(1), Slot(3)]
+    assert store.load(Slot(4), HostBlock((torch.full((16,), 5.0),))) == [Slot(1), Slot(3)]
     assert store.arena.tolist() == [2.0] * 8 + [4.0] * 8 + [5.0] * 16
 
 
@@ -102,23 +103,23 @@ def test_a_block_may_move_onto_a_part_of_itself() -> None:
     store = filled(1, 5, 1)
     block = torch.arange(20.0)
     store.clear(Slot(1))
-    store.load(Slot(1), block)
+    store.load(Slot(1), HostBlock((block,)))
     store.clear(Slot(0))
     store.clear(Slot(2))
-    store.load(Slot(3), torch.zeros(12))
+    store.load(Slot(3), HostBlock((torch.zeros(12),)))
     assert torch.equal(store.arena[:20], block)
 
 
 def test_a_slot_is_never_filled_twice() -> None:
     store = filled(1)
     with pytest.raises(AssertionError, match="cleared before it is filled"):
-        store.load(Slot(0), torch.zeros(4))
+        store.load(Slot(0), HostBlock((torch.zeros(4),)))
 
 
 def test_more_than_the_arena_holds_is_our_own_mistake() -> None:
     store = filled(4)
     with pytest.raises(AssertionError, match="more bytes in than the arena has"):
-        store.load(Slot(1), torch.zeros(20))
+        store.load(Slot(1), HostBlock((torch.zeros(20),)))
 
 
 @pytest.mark.parametrize(("num_bytes", "elements"), [(1, 8), (16, 8), (17, 16)])

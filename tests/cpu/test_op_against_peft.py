@@ -65,7 +65,7 @@ def serve(
     routing = Routing(2, 8, CPU)
     routing.fill([Slot(0), Slot(1), Slot(2)], [2, 2, 1])
     site = Site((Slice(0, 0, OUT),), IN, getattr(block["linear"], "bias", None))
-    context = LoraContext(ops, copy.block, tables, routing, OwnParts(routing))
+    context = LoraContext(ops, copy.block.whole, tables, routing, OwnParts(routing))
     return LoraLinear(block["linear"], site, context, place=0)(x)
 
 

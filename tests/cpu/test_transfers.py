@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import Tensor
 
 from loramux.lora.device_store import DeviceStore
+from loramux.lora.host_memory import HostBlock
 from loramux.lora.lanes import DirectLane
 from loramux.lora.transfers import Transfers
 from loramux.types import Slot
@@ -36,7 +37,7 @@ class Machine:
 
     def load(self, slot: int, block: Tensor) -> list[Slot]:
         self.blocks[Slot(slot)] = block
-        return self.store.load(Slot(slot), block)
+        return self.store.load(Slot(slot), HostBlock((block,)))
 
     def clear(self, slot: int) -> None:
         del self.blocks[Slot(slot)]
@@ -257,5 +258,5 @@ def test_host_memory_is_held_until_it_has_been_copied(machine: Machine) -> None:
 def test_on_a_cpu_a_load_is_done_when_it_returns() -> None:
     transfers = Transfers(DirectLane(), DirectLane())
     arena = torch.zeros(8)
-    transfers.load(Slot(0), arena, 2, torch.ones(4))
+    transfers.load(Slot(0), arena, 2, HostBlock((torch.ones(4),)))
     assert arena.tolist() == [0, 0, 1, 1, 1, 1, 0, 0]

@@ -56,12 +56,12 @@ def packed(*deltas: ModuleDelta, dtype: torch.dtype = torch.float32) -> HostCopy
 
 def parts(copy: HostCopy, place: Placement) -> tuple[Tensor, Tensor, Tensor]:
     """A, B and g of a module with their padding, read as ``ops/layout.py`` says."""
-    unit = ALIGN_BYTES // copy.block.element_size()
+    unit = ALIGN_BYTES // copy.block.whole.element_size()
     shape = MODULES.shapes[place.module]
 
     def matrix(offset: int, rows: int, columns: int) -> Tensor:
         start = offset * unit
-        return copy.block[start : start + rows * columns].view(rows, columns)
+        return copy.block.whole[start : start + rows * columns].view(rows, columns)
 
     a = matrix(place.offset_a, place.rank, pad(shape.in_features))
     b = matrix(place.offset_b, shape.out_features, pad(place.rank))
@@ -111,20 +111,20 @@ def test_parts_fill_the_block_without_gap_or_overlap(dtype: torch.dtype, dora: b
     for offset, size in sorted(spans):
         assert offset * unit == end
         end += size
-    assert end == copy.block.numel()
+    assert end == copy.block.whole.numel()
 
 
 def test_every_part_starts_at_a_multiple_of_sixteen_bytes() -> None:
     copy = packed(delta("q", dora=True), delta("v", dora=True), dtype=torch.bfloat16)
     for place in copy.placements:
         for part in parts(copy, place):
-            assert (part.data_ptr() - copy.block.data_ptr()) % 16 == 0
+            assert (part.data_ptr() - copy.block.whole.data_ptr()) % 16 == 0
 
 
 def test_order_of_deltas_does_not_matter() -> None:
     one, other = packed(delta("q"), delta("v")), packed(delta("v"), delta("q"))
     assert one.placements == other.placements
-    assert torch.equal(one.block, other.block)
+    assert torch.equal(one.block.whole, other.block.whole)
 
 
 def test_gain_is_magnitude_by_the_norm_of_the_rows_of_the_adapted_weight() -> None:
@@ -222,7 +222,7 @@ def test_stored_rows_are_taken_in_their_order() -> None:
     copy = pack(LoraSpec((swapped,)), tensors, MODULES, torch.float32, base_weight)
     rolled = {key: t if key == "k.a" else t.roll(4, 0) for key, t in tensors.items()}
     expected = pack(LoraSpec((delta("k", dora=True),)), rolled, MODULES, torch.float32, base_weight)
-    assert torch.equal(copy.block, expected.block)
+    assert torch.equal(copy.block.whole, expected.block.whole)
 
 
 def test_one_b_can_feed_several_modules() -> None:

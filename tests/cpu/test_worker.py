@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,7 +194,7 @@ def test_moving_blocks_leaves_tables_and_weights_of_every_slot_right(
         copy = tight.prepared[name].content
         assert isinstance(copy, HostCopy)
         start = store.start_of(Slot(slot))
-        assert torch.equal(store.arena[start : start + copy.block.numel()], copy.block)
+        assert torch.equal(store.arena[start : start + copy.block.whole.numel()], copy.block.whole)
         for placement in copy.placements:
             record = tables.table[placement.module, slot]
             assert record[OFFSET_A] == start // store.unit + placement.offset_a
@@ -242,11 +241,10 @@ def test_a_pending_token_is_the_one_chosen_in_the_step_before(served: Served) ->
 def following(step: SequenceStep) -> SequenceStep:
     """The step after one that has read a whole prompt."""
     assert step.sample is not None
-    return replace(
-        step,
+    return step._replace(
         token_ids=[PENDING_TOKEN],
         start=len(step.token_ids),
-        sample=replace(step.sample, position=1),
+        sample=step.sample._replace(position=1),
         prompt_logprobs=None,
         next_prompt_tokens=(),
     )

@@ -55,6 +55,7 @@ def assemble(*, max_loras: int, max_num_seqs: int = 16, kv_blocks: int | None = 
         max_step_tokens=128,
         kv_blocks=kv_blocks,
         device_cache="64MiB",
+        host_cache="256MiB",
     )
 
 

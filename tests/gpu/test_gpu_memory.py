@@ -36,7 +36,7 @@ def build(share: float, *, max_model_len: int = 100_000, kv_cache: str | None = 
         dtype="bfloat16",
     ).cuda()
     options = EngineOptions(
-        adapters=AdapterOptions(max_loras=2),
+        adapters=AdapterOptions(max_loras=2, host_cache="256MiB"),
         scheduler=SchedulerOptions(
             max_num_seqs=256, max_step_tokens=512, gpu_memory=share, kv_cache=kv_cache
         ),

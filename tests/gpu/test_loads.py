@@ -11,6 +11,7 @@ from torch import Tensor
 
 from loramux import LLM, SamplingParams
 from loramux.lora.device_store import DeviceStore
+from loramux.lora.host_memory import HostBlock, PinnedMemory
 from loramux.lora.lanes import CudaLane
 from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy
@@ -35,7 +36,7 @@ class Machine:
         torch.cuda.synchronize()
 
     def load(self, slot: int, block: Tensor) -> list[Slot]:
-        return self.store.load(Slot(slot), block)
+        return self.store.load(Slot(slot), HostBlock((block,)))
 
     def launch(self, *slots: int, cycles: int = 0) -> list[Tensor]:
         """A step that reads its slots' weights when it begins and again when it ends."""
@@ -136,7 +137,12 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """Two slots for six adapters, which are far from each other in what they answer."""
     model = tiny_model(hidden_size=256, intermediate_size=384, num_layers=3, dtype="bfloat16")
     parts = assemble_tiny(
-        model.cuda(), max_loras=2, max_num_seqs=8, max_step_tokens=64, kv_blocks=128
+        model.cuda(),
+        max_loras=2,
+        max_num_seqs=8,
+        max_step_tokens=64,
+        kv_blocks=128,
+        host_cache="256MiB",
     )
     folder: Path = tmp_path_factory.mktemp("adapters")
     paths = {
@@ -149,10 +155,13 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     return LLM.over(parts, {name: str(path) for name, path in paths.items()})
 
 
-def test_host_copies_are_pinned(tight: LLM) -> None:
+def test_host_copies_stand_in_the_memory_that_was_locked_at_start(tight: LLM) -> None:
+    memory = tight._worker.host_memory
+    assert isinstance(memory, PinnedMemory)
+    assert memory.num_beside == 0
     for copy in tight._worker._host._copies.values():
         assert isinstance(copy, HostCopy)
-        assert copy.block.is_pinned()
+        assert copy.block.memory is memory
 
 
 def test_answers_stay_the_same_while_adapters_take_turns_in_the_slots(tight: LLM) -> None:
@@ -174,3 +183,25 @@ def test_answers_stay_the_same_while_adapters_take_turns_in_the_slots(tight: LLM
         ]
         assert sum(same) >= 0.9 * len(same)
     assert tight.stats().slot_evictions > evictions
+
+
+@pytest.mark.parametrize("locked_by_itself", [False, True])
+def test_a_copy_out_of_locked_memory_does_not_hold_up_the_host(locked_by_itself: bool) -> None:
+    """In pieces as well, and though torch does not know that the memory is locked."""
+    half = SIZE // 2
+    memory = PinnedMemory(256 if locked_by_itself else 6 * half * 4)
+    block = memory.keep(HostBlock((torch.full((SIZE,), 2.0),)))
+    halves = [memory.keep(HostBlock((torch.zeros(half),))) for _ in range(4)]
+    del halves[2], halves[0]
+    gc.collect()
+    larger = memory.keep(HostBlock((torch.arange(SIZE, dtype=torch.float32),)))
+    assert len(larger.pieces) == (1 if locked_by_itself else 2)
+    machine = Machine(2)
+    with torch.cuda.stream(machine.stream):
+        torch.cuda._sleep(LONG)
+    machine.store.load(Slot(0), block)
+    machine.store.load(Slot(1), larger)
+    assert not machine.stream.query(), "the host has waited for the copy"
+    torch.cuda.synchronize()
+    assert torch.equal(machine.part(0).cpu(), block.whole)
+    assert torch.equal(machine.part(1).cpu(), larger.whole)

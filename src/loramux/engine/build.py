@@ -26,6 +26,7 @@ from loramux.engine.core import EngineCore
 from loramux.engine.languages import Language, Languages
 from loramux.engine.text import HFText
 from loramux.errors import ModelNotServable
+from loramux.lora.host_memory import host_memory_for
 from loramux.lora.weights import block_bytes
 from loramux.model.anatomy import Anatomy, examine
 from loramux.model.attention_seam import AttentionSeam
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 _DEFAULT_KV_BYTES = 2 * 2**30
 _DEFAULT_RANK = 64
 """The default arena holds ``max_loras`` adapters of this rank on all that they may change."""
+_READ_AT_ONCE = 2
+"""Adapters that may stand in host memory before the budget has made room for them."""
 _REPORTED_RANKS = (16, 64)
 """The log tells how many adapters of these ranks the arena holds."""
 
@@ -132,6 +135,7 @@ def assemble(
     num_slots = options.adapters.max_loras
     slot_bytes = _slot_bytes(model, anatomy, options)
     arena_bytes = _arena_bytes(slot_bytes, options)
+    host_bytes = options.adapters.host_bytes(arena_bytes)
     backends = choose_backends(model, anatomy, limits, options)
     kv = KvSizes.of(
         anatomy.attention,
@@ -149,6 +153,7 @@ def assemble(
         backends.ops,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
+        host_memory=host_memory_for(device, host_bytes + _READ_AT_ONCE * slot_bytes),
         max_step_tokens=limits.max_step_tokens,
         max_rank=options.adapters.max_rank,
         lenient=options.adapters.lenient,
@@ -190,7 +195,7 @@ def assemble(
         num_blocks=num_blocks,
         num_slots=num_slots,
         arena_bytes=arena_bytes,
-        host_bytes=options.adapters.host_bytes(arena_bytes),
+        host_bytes=host_bytes,
         max_host_copies=options.adapters.max_cpu_loras,
         adapter_max_wait=options.adapters.adapter_max_wait,
         slot_bytes=slot_bytes,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
+from loramux.lora.host_memory import HostBlock
 from loramux.lora.transfers import Transfers
 from loramux.ops.layout import ALIGN_BYTES
 from loramux.types import Slot
@@ -45,18 +45,19 @@ class DeviceStore:
         """First element of a slot's block."""
         return self._extents[slot].start
 
-    def load(self, slot: Slot, block: Tensor) -> list[Slot]:
+    def load(self, slot: Slot, block: HostBlock) -> list[Slot]:
         """Start to copy a host block in; the slots whose blocks had to move, mostly none."""
         assert slot not in self._extents, "a slot must be cleared before it is filled"
-        assert block.numel() > 0, "an adapter has weights"
+        length = block.num_elements
+        assert length > 0, "an adapter has weights"
         moved: list[Slot] = []
-        start = self._find_room(block.numel())
+        start = self._find_room(length)
         if start is None:
             moved = self._compact()
-            start = self._find_room(block.numel())
+            start = self._find_room(length)
         assert start is not None, "the residency let more bytes in than the arena has"
         self._transfers.load(slot, self.arena, start, block)
-        self._extents[slot] = _Extent(start, block.numel())
+        self._extents[slot] = _Extent(start, length)
         return moved
 
     def clear(self, slot: Slot) -> None:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from loramux.lora.host_memory import HostBlock
 from loramux.lora.lanes import Lane, Mark
 from loramux.types import Slot
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    source: Tensor
+    source: HostBlock
     """Held until the copy has ended, though its adapter be dropped before."""
     end: Mark
 
@@ -59,14 +60,16 @@ class Transfers:
             end = self._steps.mark()
             self._last_read.update(dict.fromkeys(slots, end))
 
-    def load(self, slot: Slot, arena: Tensor, start: int, block: Tensor) -> None:
+    def load(self, slot: Slot, arena: Tensor, start: int, block: HostBlock) -> None:
         """Start to copy a slot's block to elements ``start …`` of the arena."""
-        end = start + block.numel()
+        end = start + block.num_elements
         self._forget_what_is_over()
         for left in self._left:
             if left.start < end and start < left.end:
                 self._copies.wait_for(left.last_read)
-        self._copies.copy(arena[start:end], block)
+        for piece in block.pieces:
+            self._copies.copy(arena[start : start + piece.numel()], piece)
+            start += piece.numel()
         copy = _Copy(block, self._copies.mark())
         self._under_way.append(copy)
         self._arriving[slot] = copy.end

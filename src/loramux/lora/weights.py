@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
+from loramux.lora.host_memory import HostBlock
 from loramux.lora.own_weights import OwnTensor, OwnValues, own_elements
 from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
 
@@ -42,9 +43,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """An adapter ready to be copied to a device: a flat block and where things are in it."""
+    """An adapter ready to be copied to a device: a block and where things are in it."""
 
-    block: Tensor
+    block: HostBlock
     placements: tuple[Placement, ...]
     own: tuple[OwnTensor, ...] = ()
     """What is there beside LoRA, behind it in the block."""
@@ -53,7 +54,7 @@ class HostCopy:
 
     @property
     def num_bytes(self) -> int:
-        return self.block.numel() * self.block.element_size()
+        return self.block.num_bytes
 
     @property
     def max_rank(self) -> int:
@@ -72,20 +73,18 @@ def pack(
     base_weight: BaseWeight,
     *,
     own: Sequence[OwnValues] = (),
-    pinned: bool = False,
 ) -> HostCopy:
     """One block, laid out as ``ops/layout.py`` says, with the scale folded into B; then ``own``.
 
     Deltas on different rows of one module become one: the A's stand one below the other, and each
     B in its own rows and columns, zero elsewhere. Rows without a magnitude have the gain 1.
-    Everything is computed in float32 and cast once to ``dtype``. ``pinned``: into memory from which
-    a GPU copies by itself.
+    Everything is computed in float32 and cast once to ``dtype``.
     """
     index = modules.index()
     groups = sorted((index[name], deltas) for name, deltas in spec.by_module().items())
     sizes = [_num_elements(deltas, modules.shapes[module]) for module, deltas in groups]
     own_size = sum(pad(values.values.numel()) for values in own)
-    block = torch.zeros(sum(map(sum, sizes)) + own_size, dtype=dtype, pin_memory=pinned)
+    block = torch.zeros(sum(map(sum, sizes)) + own_size, dtype=dtype)
     unit = ALIGN_BYTES // block.element_size()
     placements = []
     cursor = 0
@@ -117,7 +116,7 @@ def pack(
             )
         )
     placed = tuple(_place_own(own, block, cursor))
-    return HostCopy(block, tuple(placements), placed, spec.vocab_size)
+    return HostCopy(HostBlock((block,)), tuple(placements), placed, spec.vocab_size)
 
 
 def _place_own(own: Sequence[OwnValues], block: Tensor, cursor: int) -> Iterator[OwnTensor]:

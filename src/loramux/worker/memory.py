@@ -13,6 +13,7 @@ from torch import nn
 from loramux.adapters.spec import PreparedAdapter
 from loramux.config import BLOCK_SIZE, StepLimits
 from loramux.errors import ConfigError
+from loramux.lora.host_memory import HostBlock
 from loramux.lora.weights import HostCopy, block_bytes, plain_placements
 from loramux.ops.attention import AttentionLayer
 from loramux.plan import Sample, SequenceStep, SlotClear, SlotLoad, StepPlan
@@ -210,6 +211,6 @@ def _smallest_adapter(worker: Worker) -> PreparedAdapter:
     shapes = worker.layer_shapes
     module = min(range(len(shapes)), key=lambda i: block_bytes([shapes[i]], 1, worker.dtype))
     num_bytes = block_bytes([shapes[module]], 1, worker.dtype)
-    block = torch.zeros(num_bytes // worker.dtype.itemsize, dtype=worker.dtype, pin_memory=True)
+    block = HostBlock((torch.zeros(num_bytes // worker.dtype.itemsize, dtype=worker.dtype),))
     copy = HostCopy(block, plain_placements({module: shapes[module]}, 1, worker.dtype))
     return PreparedAdapter(AdapterId("largest-step"), num_bytes, 1, (), copy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from loramux.adapters.identity import adapter_id
 from loramux.adapters.spec import BaseLayout, ModuleShape, PreparedAdapter
 from loramux.errors import AdapterRefused
 from loramux.lora.device_store import DeviceStore
+from loramux.lora.host_memory import HostMemory
 from loramux.lora.host_store import HostStore
 from loramux.lora.lanes import lanes_of
 from loramux.lora.layers import LoraContext
@@ -72,6 +74,7 @@ class Worker:
         *,
         num_slots: int,
         arena_bytes: int,
+        host_memory: HostMemory,
         max_step_tokens: int,
         max_rank: int,
         lenient: bool = False,
@@ -89,6 +92,7 @@ class Worker:
         self._max_rank = max_rank
         self._lenient = lenient
         self._host = HostStore()
+        self.host_memory = host_memory
         self._reading = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._transfers = Transfers(*lanes_of(device))
         self._device = DeviceStore(arena_bytes, base.dtype, device, self._transfers)
@@ -178,8 +182,7 @@ class Worker:
             max_rank=self._max_rank,
             lenient=self._lenient,
         )
-        # Memory is pinned here and not in ``install``: it takes long, and no step waits for this
-        # thread. What DoRA computes on a GPU stands beside the steps, too.
+        # What DoRA computes on a GPU stands beside the steps.
         with torch.cuda.stream(self._reading):
             copy = pack(
                 loaded.spec,
@@ -194,10 +197,10 @@ class Worker:
                     self._base.dtype,
                     self._base_parameter,
                 ),
-                pinned=self._reading is not None,
             )
-        if not copy.block.isfinite().all():
+        if not all(piece.isfinite().all() for piece in copy.block.pieces):
             raise AdapterRefused(name, [_NOT_FINITE])
+        copy = replace(copy, block=self.host_memory.keep(copy.block))
         return PreparedAdapter(
             adapter_id=adapter_id(loaded.spec, loaded.tensors),
             num_bytes=copy.num_bytes,
@@ -211,8 +214,6 @@ class Worker:
         """Keep an adapter's weights on the host, ready for a slot."""
         copy = prepared.content
         assert isinstance(copy, HostCopy)
-        pinned = copy.block.is_pinned()
-        assert pinned == (self._reading is not None), "the host would wait for its loads"
         self._runner.expect(
             copy.max_rank,
             gain=any(p.has_gain for p in copy.placements),
@@ -247,7 +248,7 @@ class Worker:
         copy = self._host[self._contents[slot]]
         start = self._device.start_of(slot)
         self._tables.set(slot, copy.placements, start // self._device.unit)
-        block = self._device.arena[start : start + copy.block.numel()]
+        block = self._device.arena[start : start + copy.block.num_elements]
         self._own.set(
             slot,
             copy.own,
@@ -316,5 +317,6 @@ class Worker:
             if s.prompt_logprobs is not None:
                 rows = logits[: len(tokens), : self._vocab_size_of(s.slot)]
                 found[s.request_id] = prompt_logprobs(rows, tokens, s.prompt_logprobs)
-            logits = logits[len(tokens) :]
+            if tokens:
+                logits = logits[len(tokens) :]
         return found

@@ -75,9 +75,9 @@ def packed(directory: Path, dtype: str, item: bytes, rows: int) -> torch.Tensor:
     loaded = read_adapter("fancy", directory, base, max_rank=64)
     modules = ModuleTable((Q,), (shape,))
     copy = pack(loaded.spec, loaded.tensors, modules, torch.float32, lambda _: torch.empty(0))
-    unit = 16 // copy.block.element_size()
+    unit = 16 // copy.block.whole.element_size()
     offset = copy.placements[0].offset_b * unit
-    return copy.block[offset:].view(rows, -1)[:, 0]
+    return copy.block.whole[offset:].view(rows, -1)[:, 0]
 
 
 def small_float(code: int, exponent_bits: int) -> float:
