@@ -38,17 +38,34 @@ def capture(
 
 def replay_microseconds(graph: torch.cuda.CUDAGraph, replays: int = 9) -> float:
     """The median of some replays, once the clocks are up."""
+    _warm_up(graph)
+    return statistics.median(_replay(graph) for _ in range(replays))
+
+
+def added_microseconds(
+    graph: torch.cuda.CUDAGraph, base: torch.cuda.CUDAGraph, replays: int = 9
+) -> float:
+    """What a graph takes longer than another: the median over replays in turns.
+
+    So the two are compared at the same clocks, which move with the GPU's heat.
+    """
+    _warm_up(graph)
+    return statistics.median(_replay(graph) - _replay(base) for _ in range(replays))
+
+
+def _warm_up(graph: torch.cuda.CUDAGraph) -> None:
     started = time.perf_counter()
     while time.perf_counter() - started < _WARM_UP_SECONDS:
         graph.replay()
         torch.cuda.synchronize()
-    times: list[float] = []
-    for _ in range(replays):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1000

@@ -30,7 +30,7 @@ from loramux.ops.tiles import FEW_ADAPTERS, LONG_FROM, FixedTiles, Tiles
 from loramux.ops.triton_lora import Launch, TritonOps, compile_kernel, run_kernel
 from loramux.ops.tuning import Shape
 from loramux.types import Slot
-from loramux.worker.capture import capture, rehearse, replay_microseconds
+from loramux.worker.capture import added_microseconds, capture, rehearse
 
 _CACHE_ROUNDS = 4
 """Bytes of base weights between two uses of a copy, in sizes of the GPU's cache."""
@@ -174,8 +174,7 @@ class Step:
 
 
 class Timer:
-    """Implements ``ops.tile_search.TileTimer`` in one step; the base's products alone are timed
-    once."""
+    """Implements ``ops.tile_search.TileTimer`` in one step."""
 
     def __init__(self, copies: SiteCopies, num_rows: int, *, few: bool) -> None:
         self._step = Step(copies, num_rows, 1 if few else copies.num_slots)
@@ -183,7 +182,7 @@ class Timer:
         wanted = _PRODUCTS // (1 if num_rows < LONG_FROM else 4)
         self._num_products = max(wanted, len(copies.sites))
         self._stream = torch.cuda.Stream(copies.device)
-        self._base = self._microseconds(lambda: self._step.base(self._num_products))
+        self._base = self._capture(lambda: self._step.base(self._num_products))
 
     def prepare(self, candidates: Sequence[Tiles]) -> None:
         """Compile them, as many at a time as there are processors."""
@@ -208,13 +207,12 @@ class Timer:
         try:
             # By now the kernels must be loaded, which is not possible within a capture.
             error = step.error(ops)
-            whole = self._microseconds(lambda: step.beside(ops, self._num_products))
+            whole = self._capture(lambda: step.beside(ops, self._num_products))
         except OutOfResources:
             return None
         assert error < _MAX_ERROR, f"{tiles} are wrong by {error:.1e}"
-        return round((whole - self._base) / self._num_products, 2)
+        return round(added_microseconds(whole, self._base) / self._num_products, 2)
 
-    def _microseconds(self, run: Callable[[], None]) -> float:
-        """Of all that ``run`` launches, captured."""
+    def _capture(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         rehearse(run, self._stream)
-        return replay_microseconds(capture(run, self._stream))
+        return capture(run, self._stream)
