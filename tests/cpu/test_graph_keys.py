@@ -37,6 +37,18 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     return StepGraphs(torch.zeros(32, 1), 128, lambda key: None, lambda key: torch.zeros(1, 1))
 
 
+@pytest.mark.parametrize(
+    ("max_step_tokens", "sizes"),
+    [(1, [2]), (40, [40]), (64, [64]), (96, [64, 96]), (1024, None), (8192, None)],
+)
+def test_there_is_a_graph_for_every_mixed_step_up_to_1024_rows(
+    max_step_tokens: int, sizes: list[int] | None
+) -> None:
+    found = mixed_buckets(max_step_tokens)
+    assert found == (sizes or [64, 128, 192, 256, 384, 512, 768, 1024])
+    assert found[-1] >= min(max_step_tokens, 1024)
+
+
 def test_base_few_and_many_are_captured_for_every_bucket_that_can_have_them(
     graphs: StepGraphs,
 ) -> None:

@@ -30,9 +30,16 @@ class GraphKey:
     kind: StepKind = StepKind.DECODE
 
 
+_MIXED_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)
+
+
 def mixed_buckets(max_step_tokens: int) -> list[int]:
-    """Rows of mixed steps with graphs of their own; larger steps keep the GPU busy without."""
-    return [size for size in (64, 128, 192, 256, 384, 512, 768, 1024) if size <= max_step_tokens]
+    """Rows of mixed steps with graphs of their own; larger steps keep the GPU busy without.
+
+    The last one holds the largest step where that is no larger: chunks of prompts fill it.
+    """
+    largest = min(max_step_tokens, _MIXED_SIZES[-1])
+    return [size for size in _MIXED_SIZES if size < largest] + [max(largest, MIN_ROWS)]
 
 
 def buckets(max_num_seqs: int) -> list[int]:
