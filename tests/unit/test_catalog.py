@@ -154,3 +154,44 @@ def test_releasing_more_than_was_held_is_a_bug(catalog: Catalog) -> None:
 def test_a_name_that_is_no_text_is_refused() -> None:
     with pytest.raises(AdapterExists, match="whole characters"):
         Catalog("base").check_name("half-\ud83d", replace=False)
+
+
+def test_names_and_pins_of_an_id_are_those_of_its_entries(catalog: Catalog) -> None:
+    catalog.add(entry("b", A, pinned=True))
+    catalog.add(entry("c", B))
+    assert catalog.names_of([B, A]) == ["a", "b", "c"]
+    assert catalog.pinned() == {A}
+    assert catalog.pinned(beside="b") == set()
+    catalog.set_pinned("a", True)
+    assert catalog.pinned(beside="b") == {A}
+    assert catalog.remove("b") == []
+    assert catalog.add(entry("a", B), replace=True) == [A]
+    assert (catalog.names_of([A]), catalog.names_of([B]), catalog.pinned()) == (
+        [],
+        ["a", "c"],
+        set(),
+    )
+    assert [e.name for e in catalog] == ["a", "c"], "a name keeps its place"
+    assert catalog.held() == {B}
+
+
+def test_what_a_request_costs_does_not_hang_on_the_number_of_names(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(2_000):
+        catalog.add(entry(f"name-{i}", AdapterId(f"id-{i}")))
+    compared = 0
+
+    class Noted(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    noted = AdapterId(Noted("id-7"))
+    catalog.hold("name-7")
+    assert catalog.release(noted) == []
+    assert compared < 20

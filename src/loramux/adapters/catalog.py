@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
@@ -42,6 +42,9 @@ class Catalog:
     def __init__(self, base_name: str) -> None:
         self.base_name = base_name
         self._entries: dict[str, Entry] = {}
+        self._names: defaultdict[AdapterId, set[str]] = defaultdict(set)
+        self._pinned: set[str] = set()
+        """These two say again what the entries do, so that no call goes through thousands."""
         self._in_flight: Counter[AdapterId] = Counter()
         self._lock = threading.Lock()
 
@@ -71,15 +74,16 @@ class Catalog:
         with self._lock:
             self.check_name(entry.name, replace=replace)
             old = self._entries.get(entry.name)
-            self._entries[entry.name] = entry
+            self._put(entry)
             return [] if old is None else self._unheld(old.adapter_id)
 
     def remove(self, name: str) -> list[AdapterId]:
         """Take a name away. Raises UnknownAdapter."""
         with self._lock:
-            adapter_id = self._named(name).adapter_id
+            entry = self._named(name)
+            self._untie(entry)
             del self._entries[name]
-            return self._unheld(adapter_id)
+            return self._unheld(entry.adapter_id)
 
     def find(self, model: str | None) -> Entry | None:
         """The adapter that a request means; None is the base, and what nobody knows."""
@@ -95,8 +99,13 @@ class Catalog:
         """Raises UnknownAdapter."""
         with self._lock:
             entry = replace(self._named(name), pinned=pinned)
-            self._entries[name] = entry
+            self._put(entry)
             return entry
+
+    def pinned(self, *, beside: str | None = None) -> set[AdapterId]:
+        """The ids that a name pins, one name left out of account."""
+        with self._lock:
+            return {self._entries[name].adapter_id for name in self._pinned if name != beside}
 
     def hold(
         self, model: str | None, count: int = 1, *, check: Check = lambda entry: None
@@ -132,11 +141,12 @@ class Catalog:
     def held(self) -> set[AdapterId]:
         """The ids that a name or a sequence holds."""
         with self._lock:
-            return {entry.adapter_id for entry in self._entries.values()} | self._in_flight.keys()
+            return self._names.keys() | self._in_flight.keys()
 
     def names_of(self, adapter_ids: Collection[AdapterId]) -> list[str]:
         """All names that mean one of these adapters now, in the order of the alphabet."""
-        return sorted(entry.name for entry in self if entry.adapter_id in adapter_ids)
+        with self._lock:
+            return sorted(name for a in adapter_ids for name in self._names.get(a, ()))
 
     def in_flight(self, adapter_id: AdapterId) -> int:
         """Sequences that run or wait on an adapter."""
@@ -155,7 +165,23 @@ class Catalog:
         return self._entries[model]
 
     def _unheld(self, adapter_id: AdapterId) -> list[AdapterId]:
-        if self._in_flight[adapter_id]:
-            return []
-        named = any(entry.adapter_id == adapter_id for entry in self._entries.values())
-        return [] if named else [adapter_id]
+        is_held = self._in_flight[adapter_id] or adapter_id in self._names
+        return [] if is_held else [adapter_id]
+
+    def _put(self, entry: Entry) -> None:
+        """In the place of what had the name, if something did."""
+        old = self._entries.get(entry.name)
+        if old is not None:
+            self._untie(old)
+        self._entries[entry.name] = entry
+        self._names[entry.adapter_id].add(entry.name)
+        if entry.pinned:
+            self._pinned.add(entry.name)
+
+    def _untie(self, entry: Entry) -> None:
+        """Its name stands for nothing now."""
+        self._pinned.discard(entry.name)
+        names = self._names[entry.adapter_id]
+        names.remove(entry.name)
+        if not names:
+            del self._names[entry.adapter_id]

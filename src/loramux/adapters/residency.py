@@ -76,18 +76,17 @@ class Residency:
 
         ``pinned`` are the adapters that will be pinned once it is there.
         """
+        pinned_bytes = sum(num_bytes if a == adapter_id else self._bytes[a] for a in pinned)
+        if adapter_id not in pinned and pinned_bytes + num_bytes <= self.capacity_bytes:
+            return None  # those that are known already have room beside the pinned ones
         sizes = self._bytes | {adapter_id: num_bytes}
-        pinned_bytes = sum(sizes[a] for a in pinned)
         largest = max((size for a, size in sizes.items() if a not in pinned), default=0)
         remedy = f"start with --device-cache {pinned_bytes + largest} or more"
         if adapter_id not in pinned:
-            # Those that are known already have room beside the pinned ones.
-            if pinned_bytes + num_bytes > self.capacity_bytes:
-                return (
-                    f"it needs {num_bytes:,} bytes, of the device cache of "
-                    f"{self.capacity_bytes:,} {pinned_bytes:,} are pinned: {remedy}"
-                )
-            return None
+            return (
+                f"it needs {num_bytes:,} bytes, of the device cache of "
+                f"{self.capacity_bytes:,} {pinned_bytes:,} are pinned: {remedy}"
+            )
         if pinned_bytes + largest > self.capacity_bytes:
             return (
                 f"with it {pinned_bytes:,} bytes of the device cache of {self.capacity_bytes:,} "

@@ -272,7 +272,7 @@ class AdapterDesk:
         self, name: str, adapter_id: AdapterId, num_bytes: int, *, pinned: bool
     ) -> None:
         """Raises AdapterRefused if it, or another one, could never have a slot."""
-        pins = {e.adapter_id for e in self._catalog if e.pinned and e.name != name}
+        pins = self._catalog.pinned(beside=name)
         if pinned:
             pins.add(adapter_id)
         objection = self._residency.objection(adapter_id, num_bytes, pins)
@@ -307,7 +307,7 @@ class AdapterDesk:
 
     def _settle_pins(self) -> None:
         """An id is pinned while one of its names is, not while requests alone hold it."""
-        self._residency.set_pinned({e.adapter_id for e in self._catalog if e.pinned})
+        self._residency.set_pinned(self._catalog.pinned())
 
     def _describe(self, entry: Entry) -> AdapterInfo:
         return AdapterInfo(
