@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -220,3 +223,28 @@ def test_local_sources_need_no_home_directory(
         opened.open("a", f"{places.url}/1/"),
     ):
         pass
+
+
+@contextmanager
+def files_no_longer_than(num_bytes: int) -> Iterator[None]:
+    """The system refuses to write more, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_told_with_the_remedy_and_a_later_load_goes_on(
+    places: FileServer, fetch: Fetch, cache: Path
+):
+    assert fetch(f"{places.url}/1/") == adapter_bytes(1)
+    with (
+        files_no_longer_than(200),
+        pytest.raises(AdapterSourceUnavailable, match=r"disk cache cannot be used.*--disk-cache"),
+    ):
+        fetch(f"{places.url}/2/")
+    DiskCache(cache, 0).check()
+    assert fetch(f"{places.url}/1/") == adapter_bytes(1)
+    assert fetch(f"{places.url}/2/") == adapter_bytes(2)
