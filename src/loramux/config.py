@@ -242,6 +242,14 @@ class ServerOptions:
         None, "name of the base model in requests; default: its path"
     )
     max_body_bytes: int = option(4 * 2**20, "largest request body")
+    max_request_seconds: float = option(
+        3600.0,
+        "seconds until an answer must be complete; a request may ask for fewer by its field "
+        "timeout",
+    )
+    shutdown_grace: float = option(
+        30.0, "seconds that running requests get to finish after SIGTERM or SIGINT"
+    )
     adapter_root: str | None = option(
         None,
         "directory that adapters loaded over HTTP must lie in, by paths relative to it; default: "
@@ -269,6 +277,12 @@ class ServerOptions:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         _at_least("max_body_bytes", self.max_body_bytes, 1)
+        if not 0 < self.max_request_seconds < math.inf:
+            raise ConfigError(
+                f"max_request_seconds must be above 0, not {self.max_request_seconds}"
+            )
+        if not 0 <= self.shutdown_grace < math.inf:
+            raise ConfigError(f"shutdown_grace must not be negative, not {self.shutdown_grace}")
         for prefix in self.adapter_sources:
             if not re.match(r"hf:|[A-Za-z][A-Za-z0-9+.\-]*://", prefix):
                 raise ConfigError(

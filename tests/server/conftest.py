@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 
@@ -43,6 +44,9 @@ def serving(app: FastAPI) -> Iterator[str]:
         thread = threading.Thread(target=asyncio.run, args=[server.serve(sockets=[sock])])
         thread.start()
         try:
+            while not server.started:  # before, connections are refused
+                assert thread.is_alive()
+                time.sleep(0.005)
             yield f"http://127.0.0.1:{sock.getsockname()[1]}"
         finally:
             server.should_exit = True

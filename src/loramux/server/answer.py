@@ -10,7 +10,7 @@ from typing import Self
 
 from loramux.engine.interface import Engine, Stream, TextCodec
 from loramux.errors import EngineStopped
-from loramux.server.errors import GenerationFailed
+from loramux.server.errors import DeadlineExceeded, GenerationFailed
 from loramux.server.metrics import Timer
 from loramux.types import Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprobs
 
@@ -77,7 +77,12 @@ class Answer:
         model: str | None,
         codec: TextCodec,
         timer: Timer,
+        seconds: float,
     ) -> None:
+        """``seconds``: until the answer must be complete."""
+        self._seconds = seconds
+        self.deadline = asyncio.get_running_loop().time() + seconds
+        """By the event loop's clock."""
         self._n = params.n
         self._timer = timer
         self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
@@ -114,11 +119,18 @@ class Answer:
     async def parts(self) -> AsyncIterator[Part]:
         """The parts of all choices in the order in which they are made.
 
-        Raises GenerationFailed when a choice cannot go on, EngineStopped when the engine goes down.
+        Raises GenerationFailed when a choice cannot go on, EngineStopped when the engine goes down,
+        DeadlineExceeded when the time is over.
         """
-        async with aclosing(_merge(self._streams)) as deltas:
-            async for prompt, delta in deltas:
-                yield self._part(prompt, delta)
+        try:
+            async with aclosing(_merge(self._streams, self.deadline)) as deltas:
+                async for prompt, delta in deltas:
+                    yield self._part(prompt, delta)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the answer was not complete after {self._seconds:g} seconds: allow more "
+                "(timeout, or the server's --max-request-seconds) or ask for fewer tokens"
+            ) from None
         self._timer.finish()
 
     async def collect(self) -> list[Part]:
@@ -156,8 +168,13 @@ class Answer:
         )
 
 
-async def _merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of all streams as they come, each with its stream's number."""
+async def _merge(
+    streams: Sequence[Stream], deadline: float
+) -> AsyncGenerator[tuple[int, Delta], None]:
+    """The deltas of all streams as they come, each with its stream's number.
+
+    Raises TimeoutError when none has come until ``deadline``.
+    """
     arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
     async def pump(number: int, stream: Stream) -> None:
@@ -173,7 +190,10 @@ async def _merge(streams: Sequence[Stream]) -> AsyncGenerator[tuple[int, Delta],
     try:
         num_open = len(pumps)
         while num_open:
-            item = await arrived.get()
+            if asyncio.get_running_loop().time() >= deadline:
+                raise TimeoutError  # also where something has always come already
+            async with asyncio.timeout_at(deadline):
+                item = await arrived.get()
             if item is None:
                 num_open -= 1
             elif isinstance(item, Exception):

@@ -10,7 +10,7 @@ from loramux import __version__
 from loramux.config import ServerOptions
 from loramux.engine.interface import Engine
 from loramux.errors import EngineStopped
-from loramux.server import adapters, chat, completions, errors, models, openapi
+from loramux.server import adapters, chat, completions, errors, models, openapi, tokenizing
 from loramux.server.context import Context, ServerContext
 from loramux.server.metrics import Metrics
 from loramux.server.middleware import RequestMiddleware
@@ -34,7 +34,8 @@ def create_app(
     errors.install(app)
     openapi.install(app)
     app.add_middleware(RequestMiddleware, metrics=metrics)
-    for part in (router, models.router, completions.router, chat.router, adapters.router):
+    parts = (models, completions, chat, tokenizing, adapters)
+    for part in (router, *(module.router for module in parts)):
         app.include_router(part)
     return app
 
@@ -45,6 +46,13 @@ async def health(context: Context) -> dict[str, str]:
     if context.engine.failure is not None:
         raise EngineStopped(context.engine.failure)
     return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(context: Context) -> dict[str, str]:
+    """200 while new requests are taken; 503 once the engine has died or the server is to stop."""
+    context.check_ready()
+    return {"status": "ready"}
 
 
 @router.get("/version")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from loramux.errors import RequestTooLarge
-from loramux.server.errors import UnsupportedMediaType, invalid_body
+from loramux.server.errors import BodyTooSlow, UnsupportedMediaType, invalid_body
 
 M = TypeVar("M", bound=BaseModel)
+
+_BODY_SECONDS = 60.0
 
 
 async def read_json(request: Request, model: type[M], *, limit: int) -> M:
@@ -34,9 +37,13 @@ async def _read(request: Request, limit: int) -> bytes:
     if declared.isdecimal() and len(declared) < 20 and int(declared) > limit:
         raise too_large
     body = bytearray()
-    # Counted as it comes in: a chunked body declares no length.
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise too_large
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            # Counted as it comes in: a chunked body declares no length.
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+    except TimeoutError:
+        raise BodyTooSlow(f"the body has not come within {_BODY_SECONDS:g} seconds") from None
     return bytes(body)

@@ -28,9 +28,7 @@ async def create_chat_completion(request: Request, context: Context) -> Response
     """Answer a conversation; see ``ChatRequest`` for the fields."""
     body = await read_json(request, ChatRequest, limit=context.options.max_body_bytes)
     params = body.params()
-    model = context.engine_model(body.model)
-    await context.engine.prepare(model)
-    codec = context.engine.text_of(model)
+    codec = await context.codec_of(body.model)
     prompt = await render_chat(codec, [message.for_template() for message in body.messages])
     renderer = ChatRenderer(body, prompt, codec, answer_id=f"chatcmpl-{request.state.id}")
     try:

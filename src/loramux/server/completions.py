@@ -28,9 +28,7 @@ async def create_completion(request: Request, context: Context) -> Response:
     """Continue each prompt; see ``CompletionRequest`` for the fields."""
     body = await read_json(request, CompletionRequest, limit=context.options.max_body_bytes)
     params = body.params()
-    model = context.engine_model(body.model)
-    await context.engine.prepare(model)
-    codec = context.engine.text_of(model)
+    codec = await context.codec_of(body.model)
     prompts = [await encode(codec, prompt) for prompt in body.prompt]
     renderer = CompletionRenderer(body, prompts, codec, answer_id=f"cmpl-{request.state.id}")
     return await reply(

@@ -28,23 +28,21 @@ from loramux.errors import (
 
 logger = logging.getLogger(__name__)
 
-_CODES: dict[type[LoramuxError], str] = {
-    UnknownModel: "model_not_found",
-    AdapterReplaced: "adapter_replaced",
-    RequestTooLarge: "request_too_large",
-    AdapterRefused: "adapter_refused",
-    AdapterSourceNotFound: "adapter_source_not_found",
-    AdapterSourceForbidden: "adapter_source_forbidden",
-    AdapterSourceUnavailable: "adapter_source_unavailable",
-    RegistryUnusable: "registry_unusable",
-    UnknownAdapter: "adapter_not_found",
-    AdapterExists: "adapter_exists",
-}
-_TYPES = {403: "permission_error", 429: "rate_limit_error"}
-
 
 class GenerationFailed(LoramuxError):
     """The engine could not finish an answer that it had begun."""
+
+
+class DeadlineExceeded(LoramuxError):
+    """An answer was not complete in time."""
+
+    http_status = 504
+
+
+class BodyTooSlow(RequestError):
+    """The body did not come in time."""
+
+    http_status = 408
 
 
 class AdminRefused(RequestError):
@@ -57,6 +55,23 @@ class UnsupportedMediaType(RequestError):
     """The body is not declared as JSON."""
 
     http_status = 415
+
+
+_CODES: dict[type[LoramuxError], str] = {
+    UnknownModel: "model_not_found",
+    AdapterReplaced: "adapter_replaced",
+    RequestTooLarge: "request_too_large",
+    AdapterRefused: "adapter_refused",
+    AdapterSourceNotFound: "adapter_source_not_found",
+    AdapterSourceForbidden: "adapter_source_forbidden",
+    AdapterSourceUnavailable: "adapter_source_unavailable",
+    RegistryUnusable: "registry_unusable",
+    UnknownAdapter: "adapter_not_found",
+    AdapterExists: "adapter_exists",
+    DeadlineExceeded: "deadline_exceeded",
+    BodyTooSlow: "body_too_slow",
+}
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
 
 def error_object(
@@ -97,13 +112,20 @@ def internal_error() -> JSONResponse:
     return JSONResponse(error_object(500, "internal error: see the server's log"), 500)
 
 
+def _headers(error: LoramuxError) -> dict[str, str]:
+    if isinstance(error, RequestTooLarge | BodyTooSlow):
+        return {"Connection": "close"}  # the rest of the body is not read
+    if isinstance(error, DeadlineExceeded):
+        return {"X-Should-Retry": "false"}  # OpenAI's clients would do all the work again
+    return {}
+
+
 def install(app: FastAPI) -> None:
     """Handle typed errors and what the framework raises by itself (unknown route or method)."""
 
     @app.exception_handler(LoramuxError)
     def _typed(request: Request, error: LoramuxError) -> JSONResponse:
-        headers = {"Connection": "close"} if isinstance(error, RequestTooLarge) else None
-        return JSONResponse(describe(error), error.http_status, headers=headers)
+        return JSONResponse(describe(error), error.http_status, headers=_headers(error))
 
     @app.exception_handler(HTTPException)
     def _framework(request: Request, error: HTTPException) -> JSONResponse:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,8 +19,6 @@ from loramux.server.context import ServerContext
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 30
-"""Running requests get this long to finish after the first signal."""
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections: the side that may close must not be the server."""
 
@@ -45,7 +45,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 async def serve_app(app: FastAPI, sock: socket.socket) -> None:
-    """Serve ``app`` on a socket of ``bind`` until SIGINT or SIGTERM, then let requests finish."""
+    """Serve ``app`` on a socket of ``bind`` until SIGINT or SIGTERM.
+
+    Then nothing new is taken, and what runs has the option ``shutdown_grace`` to finish.
+    """
     config = uvicorn.Config(
         app,
         log_config=None,
@@ -56,7 +59,7 @@ async def serve_app(app: FastAPI, sock: socket.socket) -> None:
         lifespan="off",
         ws="none",
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=_GRACE_SECONDS,
+        timeout_graceful_shutdown=math.ceil(_context(app).options.shutdown_grace),
     )
     await _Server(config).serve(sockets=[sock])
 
@@ -71,8 +74,11 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets is not None
-        assert isinstance(self.config.app, FastAPI)
-        _log_ready(self.config.app.state.context, sockets[0])
+        _log_ready(_context(self.config.app), sockets[0])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        _context(self.config.app).stopping.set()
+        super().handle_exit(sig, frame)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -85,6 +91,11 @@ class _Server(uvicorn.Server):
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
+
+
+def _context(app: object) -> ServerContext:
+    assert isinstance(app, FastAPI)
+    return app.state.context
 
 
 def _log_ready(context: ServerContext, sock: socket.socket) -> None:

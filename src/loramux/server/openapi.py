@@ -13,7 +13,9 @@ from loramux.server.schema import (
     ChangeAdapterRequest,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     LoadAdapterRequest,
+    TokenizeRequest,
     UnloadAdapterRequest,
 )
 
@@ -21,6 +23,8 @@ _REF = "#/components/schemas/{model}"
 _BODIES = (
     CompletionRequest,
     ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
     AddAdapterRequest,
     ChangeAdapterRequest,
     LoadAdapterRequest,

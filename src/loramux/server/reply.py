@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ from loramux.server.sse import DONE, EventStreamResponse, event, until_disconnec
 from loramux.types import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+_LAST_WORDS_SECONDS = 5.0
+"""After its deadline a stream has this long to be read; who does not read holds memory."""
 
 
 class Renderer(Protocol):
@@ -51,6 +55,7 @@ async def reply(
 
     Raises LoramuxError for what goes wrong before the answer.
     """
+    context.check_ready()
     model = context.engine_model(body.model)
     answer = Answer(
         context.engine,
@@ -59,12 +64,15 @@ async def reply(
         model=model,
         codec=codec,
         timer=context.metrics.timer(request.url.path),
+        seconds=min(body.timeout or math.inf, context.options.max_request_seconds),
     )
     if model is not None:
         context.metrics.count_adapter(model)
     if body.stream:
         events = _events(answer, renderer, include_usage=body.include_usage)
-        return EventStreamResponse(events, on_close=answer.abort)
+        return EventStreamResponse(
+            events, on_close=answer.abort, cut_off_at=answer.deadline + _LAST_WORDS_SECONDS
+        )
     with answer:
         choices = await until_disconnect(request.receive, answer.collect())
     return JSONResponse(renderer.whole(choices, answer.usage))

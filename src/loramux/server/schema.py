@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -129,6 +129,8 @@ class GenerationFields(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds until the answer must be complete, at most the server's own limit."""
     user: str | None = None
     """Names the caller's end user; by OpenAI's definition it changes nothing in the answer."""
 
@@ -243,6 +245,30 @@ class ChatRequest(GenerationFields):
             max_tokens=limits.pop() if limits else None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
+
+
+class TokenizeRequest(_Strict):
+    """``POST /tokenize``: text, or a conversation."""
+
+    no_op = {"add_special_tokens": (None, True), "add_generation_prompt": (None, True)}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("send either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Strict):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
 class LoadAdapterRequest(_Strict):

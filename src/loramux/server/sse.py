@@ -24,22 +24,33 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 class EventStreamResponse(Response):
-    """Sends ``events`` as they come; calls ``on_close`` at the end, however it comes about."""
+    """Sends ``events`` as they come; calls ``on_close`` at the end, however it comes about.
+
+    A client that has not read them until ``cut_off_at`` (of the event loop's clock) is left.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], *, on_close: Callable[[], None]
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        on_close: Callable[[], None],
+        cut_off_at: float,
     ) -> None:
         self._events = events
         self._on_close = on_close
+        self._cut_off_at = cut_off_at
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send_all(send))
+            async with asyncio.timeout_at(self._cut_off_at):
+                await until_disconnect(receive, self._send_all(send))
+        except TimeoutError:
+            raise ClientDisconnect from None
         finally:
             self._on_close()
 

@@ -9,6 +9,8 @@ from loramux.server.schema import Prompt
 
 _INLINE_CHARS = 20_000
 """Up to here tokenising takes a few milliseconds at most, less than a thread is worth."""
+_INLINE_TOKENS = 5_000
+"""The same for text out of tokens."""
 
 
 async def encode(codec: TextCodec, prompt: Prompt) -> list[int]:
@@ -18,6 +20,13 @@ async def encode(codec: TextCodec, prompt: Prompt) -> list[int]:
     if len(prompt) <= _INLINE_CHARS:
         return codec.encode(prompt)
     return await asyncio.to_thread(codec.encode, prompt)
+
+
+async def decode(codec: TextCodec, tokens: list[int]) -> str:
+    """The text of tokens, special ones included."""
+    if len(tokens) <= _INLINE_TOKENS:
+        return codec.decode(tokens, skip_special_tokens=False)
+    return await asyncio.to_thread(codec.decode, tokens, skip_special_tokens=False)
 
 
 async def render_chat(codec: TextCodec, messages: list[dict[str, str]]) -> list[int]:
