@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from loramux.errors import AdapterRefused
+from loramux.errors import AdapterRefused, ConfigError
+from loramux.lora.host_memory import HostBlock
 from loramux.lora.weights import HostCopy
 from loramux.ops.layout import OFFSET_A, OFFSET_B, RANK
 from loramux.plan import PENDING_TOKEN, SequenceStep, SlotClear, StepPlan
 from loramux.testing import random_adapter
 from loramux.types import Slot
-from tests.cpu.served import ADAPTERS, BASE, Served, part
+from tests.cpu.served import ADAPTERS, BASE, TARGETS, Served, part
 
 PROMPT = [(37 * i + 11) % 160 for i in range(21)]
 OTHER = [(53 * i + 5) % 160 for i in range(9)]
@@ -278,3 +279,15 @@ def test_an_adapter_that_would_give_nan_is_refused(served: Served, tmp_path: Pat
     save_file(tensors, file)
     with pytest.raises(AdapterRefused, match="not finite"):
         served.worker.read_adapter("sick", folder)
+
+
+def test_an_adapter_for_which_there_is_no_host_memory_is_refused(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(block: HostBlock) -> HostBlock:
+        raise ConfigError("no memory: start with a smaller --host-cache")
+
+    monkeypatch.setattr(served.worker.host_memory, "keep", full)
+    random_adapter(tmp_path / "late", served.layout, rank=2, targets=TARGETS, seed=9)
+    with pytest.raises(AdapterRefused, match="--host-cache"):
+        served.worker.read_adapter("late", tmp_path / "late")

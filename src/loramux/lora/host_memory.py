@@ -48,7 +48,7 @@ class HostMemory(Protocol):
     """Keeps blocks until nobody holds them any more. ``keep`` may be called in any thread."""
 
     def keep(self, block: HostBlock) -> HostBlock:
-        """The same block where it is to stay."""
+        """The same block where it is to stay. Raises ConfigError where there is no room for it."""
         ...
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.identity import adapter_id
 from loramux.adapters.spec import BaseLayout, ModuleShape, PreparedAdapter
-from loramux.errors import AdapterRefused
+from loramux.errors import AdapterRefused, ConfigError
 from loramux.lora.device_store import DeviceStore
 from loramux.lora.host_memory import HostMemory
 from loramux.lora.host_store import HostStore
@@ -200,7 +200,10 @@ class Worker:
             )
         if not all(piece.isfinite().all() for piece in copy.block.pieces):
             raise AdapterRefused(name, [_NOT_FINITE])
-        copy = replace(copy, block=self.host_memory.keep(copy.block))
+        try:
+            copy = replace(copy, block=self.host_memory.keep(copy.block))
+        except ConfigError as problem:  # the memory for it is there no more
+            raise AdapterRefused(name, [str(problem)]) from problem
         return PreparedAdapter(
             adapter_id=adapter_id(loaded.spec, loaded.tensors),
             num_bytes=copy.num_bytes,
