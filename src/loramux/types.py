@@ -237,7 +237,14 @@ class EngineStats:
     last_step_adapters: int
     """Distinct adapters, without the base, in the newest step."""
     max_step_adapters: int
-    step_seconds: float
+    step_seconds: Histogram
+    """From one step's end to the next where they overlap."""
+    step_sequences: Histogram
+    """In each step."""
+    step_adapters: Histogram
+    """Distinct ones, without the base, in each step."""
+    queue_seconds: Histogram
+    """For each sequence that has started: from its arrival on."""
     found_in_slot: int
     """Sequences whose adapter had a slot when they were queued; the base's count nowhere."""
     found_in_host: int

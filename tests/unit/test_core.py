@@ -424,6 +424,17 @@ def test_tokens_and_steps_are_counted(make: Make) -> None:
     assert (stats.num_steps, stats.prompt_tokens, stats.output_tokens) == (4, 5, 3)
 
 
+def test_steps_are_sorted_by_their_sequences_and_adapters(make: Make) -> None:
+    engine = make(num_slots=2, adapters=["a", "b"], max_step_tokens=32)
+    for name in ("a", "b", None):
+        engine.submit(name, PROMPT, max_tokens=2)
+    engine.run()
+    stats = engine.core.stats()
+    assert (stats.step_sequences.total, stats.step_adapters.total) == (6, 4)
+    assert sum(stats.step_seconds.counts) == stats.num_steps == 2
+    assert sum(stats.queue_seconds.counts) == 3
+
+
 def test_slot_loads_and_evictions_are_counted(make: Make) -> None:
     engine = make(num_slots=1, adapters=["a", "b"])
     for name in "aab":

@@ -39,7 +39,9 @@ class Bench:
             add_with_copy(self.residency, name, 1)
         limits = Limits(max_num_seqs, max_step_tokens, 4, max_load_bytes)
         drains = Drains(max_wait, lambda: self.now)
-        self.scheduler = Scheduler(limits, self.blocks, self.residency, drains=drains)
+        self.scheduler = Scheduler(
+            limits, self.blocks, self.residency, drains=drains, clock=lambda: self.now
+        )
         self.count = 0
 
     def add(
@@ -501,6 +503,27 @@ def test_a_removed_sequence_is_not_mistaken_for_another_with_its_id() -> None:
     new = bench.add(4)
     assert (old.request_id, bench.scheduler.holds(old)) == (new.request_id, False)
     assert bench.scheduler.holds(new)
+
+
+def test_the_wait_of_a_sequence_is_noted_at_its_first_start() -> None:
+    bench = Bench(max_num_seqs=1, num_blocks=64)
+    first = bench.add(2)
+    bench.add(2)
+    bench.step()
+    bench.now = 3.0
+    bench.remove(first)
+    bench.step()
+    waits = bench.scheduler.queue_waits.histogram()
+    assert (sum(waits.counts), waits.total) == (2, 3.0)
+
+
+def test_a_sequence_that_starts_again_has_waited_once() -> None:
+    bench, first, second = preempted()
+    bench.now = 5.0
+    bench.remove(first)
+    bench.step()
+    assert second.running
+    assert sum(bench.scheduler.queue_waits.histogram().counts) == 2
 
 
 # Bounded copies in a step ------------------------------------------------------------------------

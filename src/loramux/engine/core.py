@@ -20,7 +20,7 @@ from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
-from loramux.scheduling.tally import Tally
+from loramux.scheduling.tally import ADAPTERS, SEQUENCES, STEP_SECONDS, Tally
 from loramux.types import AdapterInfo, Delta, EngineStats, RequestId, SourceRules
 
 
@@ -42,7 +42,6 @@ class _Counters:
     aborted: int = 0
     last_step_adapters: int = 0
     max_step_adapters: int = 0
-    step_seconds: float = 0.0
 
 
 class EngineCore:
@@ -84,6 +83,9 @@ class EngineCore:
         )
         self._watch = PoolWatch(self._residency, slot_bytes=slot_bytes, clock=clock)
         self._slot_loads = Tally()
+        self._step_seconds = Tally(STEP_SECONDS)
+        self._step_sequences = Tally(SEQUENCES)
+        self._step_adapters = Tally(ADAPTERS)
         self._in_flight: _InFlight | None = None
         self._committed_at = 0.0
         self._counters = _Counters()
@@ -225,7 +227,10 @@ class EngineCore:
             host_evictions=self._residency.host.num_evictions,
             last_step_adapters=counters.last_step_adapters,
             max_step_adapters=counters.max_step_adapters,
-            step_seconds=counters.step_seconds,
+            step_seconds=self._step_seconds.histogram(),
+            step_sequences=self._step_sequences.histogram(),
+            step_adapters=self._step_adapters.histogram(),
+            queue_seconds=self._scheduler.queue_waits.histogram(),
             found_in_slot=self._watch.found["slot"],
             found_in_host=self._watch.found["host"],
             found_in_source=self._watch.found["source"],
@@ -312,8 +317,10 @@ class EngineCore:
         adapters = {r.adapter_id for r in step.requests if r.adapter_id is not None}
         counters.num_steps += 1
         # Where steps overlap, each counts from the end of the one before.
-        counters.step_seconds += now - max(done.began, self._committed_at)
+        self._step_seconds.observe(now - max(done.began, self._committed_at))
         self._committed_at = now
+        self._step_sequences.observe(len(step.requests))
+        self._step_adapters.observe(len(adapters))
         counters.last_step_adapters = len(adapters)
         counters.max_step_adapters = max(counters.max_step_adapters, len(adapters))
         for request, part in zip(step.requests, step.plan.sequences, strict=True):

@@ -39,6 +39,8 @@ class Request:
     num_at_start: int = 0
     """Prompt and output when it last started to run."""
     num_preemptions: int = 0
+    queued_at: float = 0.0
+    """By the scheduler's clock."""
     without_slot_since: float | None = None
     """When it could first have started but for the slot of its adapter."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -82,6 +82,8 @@ class Scheduler:
         self._by_id: dict[RequestId, Request] = {}
         self._running_adapters: Counter[AdapterId] = Counter()
         self.num_preemptions = 0
+        self.queue_waits = Tally()
+        """Of all sequences, up to their first start."""
         self.slot_waits = Tally()
         """Of sequences with an adapter, up to their first start."""
 
@@ -130,9 +132,10 @@ class Scheduler:
         assert self.fits(request.max_total_tokens), "admission must refuse what cannot fit"
         self._by_id[request.request_id] = request
         request.arrival = self._num_arrived
+        request.queued_at = self._clock()
         self._num_arrived += 1
         if not self._has_copy(request.adapter_id):
-            request.note_without_slot(self._clock())  # it may be that no step can be made
+            request.note_without_slot(request.queued_at)  # it may be that no step can be made
         self._waiting.append(request)
 
     def remove(self, request: Request) -> None:
@@ -317,6 +320,8 @@ class Scheduler:
                 if not request.num_preemptions:
                     since = request.without_slot_since
                     self.slot_waits.observe(0.0 if since is None else now - since)
+            if not request.num_preemptions:
+                self.queue_waits.observe(now - request.queued_at)
             count = min(request.num_uncomputed, budget)
             grown = self._grow(request, count)
             assert grown, "the blocks were counted a moment ago"

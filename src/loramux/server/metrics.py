@@ -34,7 +34,6 @@ _GAUGES = {
 }
 _COUNTERS = {
     "num_steps": ("steps", "Steps of the engine"),
-    "step_seconds": ("step_seconds", "Seconds spent in steps"),
     "prompt_tokens": ("prompt_tokens", "Prompt tokens read"),
     "output_tokens": ("output_tokens", "Tokens generated"),
     "preemptions": ("preemptions", "Sequences put back to the queue for want of blocks or slots"),
@@ -55,6 +54,10 @@ _HISTOGRAMS = {
         "adapter_slot_load_seconds",
         "Host memory to slot, what each load takes of the engine's thread",
     ),
+    "step_seconds": ("step_seconds", "How long each step took"),
+    "step_sequences": ("step_sequences", "Sequences in each step"),
+    "step_adapters": ("step_distinct_adapters", "Distinct adapters in each step"),
+    "queue_seconds": ("queue_seconds", "From arrival to the first step of each sequence"),
     "slot_wait_seconds": (
         "slot_wait_seconds",
         "How long there was no slot for each sequence with an adapter that has started",
