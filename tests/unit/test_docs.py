@@ -51,3 +51,14 @@ def test_named_commands_and_source_files_exist(document: Path) -> None:
         r"`((?:scripts|src|examples)/[\w/.-]+)", document.read_text(encoding="utf-8")
     )
     assert [word for word in words if not (CHECKOUT / word).exists()] == []
+
+
+def test_options_named_to_those_who_come_from_elsewhere_exist() -> None:
+    lines = (CHECKOUT / "docs" / "migrating.md").read_text(encoding="utf-8").splitlines()
+    here = " ".join(line.split("|")[2] for line in lines if line.startswith("| "))
+    named = set(re.findall(r"`(--[a-z-]+)", here))
+    engine = (field.default_factory for field in fields(config.EngineOptions))
+    groups = (*engine, config.ServerOptions)
+    options = {"--" + f.name.replace("_", "-") for group in groups for f in fields(group)}
+    assert len(named) > 8
+    assert named - options == {"--adapter"}
