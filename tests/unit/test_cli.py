@@ -87,6 +87,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "adapter_sources": ("hf:org", "s3://bucket/"),
         "registry": "/registry.db",
         "metrics_adapters": 7,
+        "keys": "/keys.toml",
     }
     arguments = []
     for name, value in changed.items():
