@@ -39,6 +39,10 @@ ADMIN_CALLS = [
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "tenant-a-one"}),
 ]
 INFERENCE_CALLS = [("POST", "/v1/completions", ASK), ("POST", "/v1/chat/completions", CHAT)]
+TOKEN_CALLS = [
+    ("POST", "/tokenize", {"prompt": "abc"}),
+    ("POST", "/detokenize", {"tokens": [97]}),
+]
 LISTS = [
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/tenant-a-one", None),
@@ -119,7 +123,9 @@ def ids(request: tuple[str, str, Any]) -> str:
 # Who may call what
 
 
-@pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *LISTS, *ADMIN_CALLS], ids=ids)
+@pytest.mark.parametrize(
+    "request_", [*INFERENCE_CALLS, *TOKEN_CALLS, *LISTS, *ADMIN_CALLS], ids=ids
+)
 @pytest.mark.parametrize(
     ("header", "words"),
     [
@@ -150,7 +156,7 @@ async def test_without_a_known_key_the_answer_is_401(
     assert (engine.requests, engine.adapters()) == ([], before)
 
 
-@pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *LISTS], ids=ids)
+@pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *TOKEN_CALLS, *LISTS], ids=ids)
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER "])
 async def test_an_inference_key_infers_and_lists(
     engine: FakeEngine, request_: tuple[str, str, Any], scheme: str
@@ -202,7 +208,7 @@ async def test_an_admin_key_administers_from_anywhere(
     assert engine.adapters() != before
 
 
-@pytest.mark.parametrize("request_", INFERENCE_CALLS, ids=ids)
+@pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *TOKEN_CALLS], ids=ids)
 async def test_an_admin_key_may_not_infer_unless_it_says_so(
     engine: FakeEngine, request_: tuple[str, str, Any]
 ) -> None:
@@ -224,7 +230,7 @@ async def test_rules_for_sources_bind_admin_keys_too(engine: FakeEngine) -> None
     assert engine.rules == [SourceRules(root="/adapters")]
 
 
-@pytest.mark.parametrize("path", [path for path in OPEN_CALLS if path != "/ready"])
+@pytest.mark.parametrize("path", OPEN_CALLS)
 async def test_what_tells_of_the_server_itself_needs_no_key(engine: FakeEngine, path: str) -> None:
     async with serve(engine, FREE, OPERATOR) as client:
         assert (await client.get(path)).status_code == 200
@@ -244,7 +250,7 @@ async def test_every_other_route_is_guarded(engine: FakeEngine) -> None:
     assert unguarded <= set(OPEN_CALLS)
 
 
-@pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *LISTS], ids=ids)
+@pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *TOKEN_CALLS, *LISTS], ids=ids)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer EMPTY"}])
 async def test_an_admin_key_alone_leaves_requests_open(
     engine: FakeEngine, request_: tuple[str, str, Any], headers: dict[str, str]
@@ -259,7 +265,7 @@ async def test_an_admin_key_alone_leaves_requests_open(
 # Without keys all is as it was
 
 
-@pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *LISTS], ids=ids)
+@pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *TOKEN_CALLS, *LISTS], ids=ids)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer EMPTY"}])
 async def test_without_keys_everyone_may_infer_and_list(
     engine: FakeEngine, request_: tuple[str, str, Any], headers: dict[str, str]
@@ -306,6 +312,28 @@ async def test_an_adapter_of_others_is_as_unknown_as_one_that_is_not_there(
         assert engine.requests == []
         request = ("POST", path, body | {"model": "tenant-a-one"})
         assert (await call(client, request, "tenant-a")).status_code == 200
+
+
+@pytest.mark.parametrize("request_", TOKEN_CALLS, ids=ids)
+async def test_tokenizers_of_others_are_hidden_like_their_adapters(
+    engine: FakeEngine, request_: tuple[str, str, Any]
+) -> None:
+    method, path, body = request_
+    async with serve(engine, TENANT) as client:
+        statuses = [
+            (await call(client, (method, path, body | model), "tenant-a")).status_code
+            for model in ({"model": "tenant-a-one"}, {"model": "tenant-b-one"}, {})
+        ]
+    assert statuses == [200, 404, 404]
+
+
+@pytest.mark.parametrize("request_", TOKEN_CALLS, ids=ids)
+async def test_calls_of_a_tokenizer_count_as_requests(
+    engine: FakeEngine, clock: FakeClock, request_: tuple[str, str, Any]
+) -> None:
+    async with serve(engine, limited("slow", requests_per_second=1), clock=clock) as client:
+        assert (await call(client, request_, "slow")).status_code == 200
+        limit_error(await call(client, request_, "slow"), "slow", "requests_per_second of 1")
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/adapters"])
@@ -567,7 +595,7 @@ async def test_no_key_is_in_any_log_or_answer(
     answers = []
     async with serve(engine, *keys) as client:
         for name in ("operator", "tenant-a", "slow", "stranger"):
-            for request in [*INFERENCE_CALLS, *LISTS, *ADMIN_CALLS]:
+            for request in [*INFERENCE_CALLS, *TOKEN_CALLS, *LISTS, *ADMIN_CALLS]:
                 answers.append(await call(client, request, name))
             answers.append(await client.get("/metrics", headers=bearer(name)))
         monkeypatch.setattr(engine, "text_of", None)
