@@ -15,11 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.config import ServerOptions
 from loramux.errors import ConfigError
+from loramux.server.answer import Answer
 from loramux.server.app import create_app
 from loramux.server.keys import Key, Keyring
-from loramux.server.limits import Limits
+from loramux.server.limits import Account, Limits
+from loramux.server.metrics import Metrics
 from loramux.testing import FakeEngine
-from loramux.types import SourceRules
+from loramux.types import SamplingParams, SourceRules
 from tests.server.conftest import serving
 from tests.server.test_disconnect import wait_until
 from tests.server.test_errors import error_of
@@ -468,6 +470,27 @@ async def test_a_broken_answer_costs_what_was_made_of_it(
     async with serve(engine, limited("small", tokens_per_minute=60), clock=clock) as client:
         error_of(await call(client, ("POST", "/v1/completions", ENDLESS), "small"), 500)
         assert await used(client, "loramux_key_tokens_total") == {"small": 5}
+
+
+async def test_a_client_that_does_not_read_pays_all_the_same(engine: FakeEngine) -> None:
+    account = Account("lazy", Limits())
+    answer = Answer(
+        engine,
+        [[97, 98, 99]],
+        SamplingParams(max_tokens=50, ignore_eos=True),
+        model=None,
+        codec=engine.text,
+        timer=Metrics(engine, max_adapters=0, accounts=()).timer("/v1/completions"),
+        seconds=60,
+        account=account,
+    )
+    with answer:
+        parts = answer.parts()
+        await anext(parts)
+        async with asyncio.timeout(5):
+            while engine.running:
+                await asyncio.sleep(0)
+        assert account.num_tokens == 53
 
 
 async def test_requests_in_flight_are_limited_by_key(engine: FakeEngine) -> None:

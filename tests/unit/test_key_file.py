@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from loramux.errors import ConfigError
-from loramux.server.key_file import read_keys
+from loramux.server.key_file import FIELDS, read_keys
 from loramux.server.keys import Key, Keyring
 from loramux.server.limits import Limits
 
+CHECKOUT = Path(__file__).parents[2]
 SECRET = "sk-R7verysecretQ9"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 PLAIN = f'[[key]]\nname = "a"\nkey = "{SECRET}"\n'
@@ -257,3 +258,18 @@ def test_a_variable_may_not_repeat_a_key_of_the_file(path: Path) -> None:
 def test_an_empty_variable_does_not_open_the_server(variable: str) -> None:
     with pytest.raises(ConfigError):
         read_keys(None, {variable: ""})
+
+
+def test_the_example_file_is_read_and_stands_in_the_document() -> None:
+    example = CHECKOUT / "examples" / "keys.toml"
+    tenant, in_house, operator = read_keys(str(example), {}).keys
+    assert [tenant.may_ask(name) for name in ("tenant-a-x", "base")] == [True, False]
+    assert in_house.may_ask("base")
+    assert (operator.admin, operator.infer) == (True, False)
+    document = (CHECKOUT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert f"```toml\n{example.read_text(encoding='utf-8')}```\n" in document
+
+
+def test_the_document_has_every_field() -> None:
+    document = (CHECKOUT / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert [field for field in FIELDS if f"`{field}`" not in document] == []

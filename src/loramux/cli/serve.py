@@ -39,7 +39,6 @@ def serve(
         raise typer.BadParameter(f"--adapter-root {server.adapter_root} is no directory")
     setup_logging()
     registry = None if server.registry is None else Registry(server.registry)
-
     keyring = read_keys(server.keys, os.environ)
 
     from loramux.server.listen import bind, serve_app

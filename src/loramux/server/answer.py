@@ -130,7 +130,7 @@ class Answer:
         DeadlineExceeded when the time is over.
         """
         try:
-            async with aclosing(_merge(self._streams, self.deadline)) as deltas:
+            async with aclosing(_merge(self._streams, self.deadline, self._account)) as deltas:
                 async for prompt, delta in deltas:
                     yield self._part(prompt, delta)
         except TimeoutError:
@@ -161,7 +161,6 @@ class Answer:
         first = index not in self._begun
         self._begun.add(index)
         self._num_output_tokens += len(delta.token_ids)
-        self._account.spend(len(delta.token_ids))
         self._timer.tokens(index, len(delta.token_ids))
         return Part(
             index,
@@ -177,17 +176,20 @@ class Answer:
 
 
 async def _merge(
-    streams: Sequence[Stream], deadline: float
+    streams: Sequence[Stream], deadline: float, account: Account
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """The deltas of all streams as they come, each with its stream's number.
 
-    Raises TimeoutError when none has come until ``deadline``.
+    Their tokens are charged to ``account``. Raises TimeoutError when none has come until
+    ``deadline``.
     """
     arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
     async def pump(number: int, stream: Stream) -> None:
         try:
             async for delta in stream:
+                # Here, not where it is sent: a client that does not read pays all the same.
+                account.spend(len(delta.token_ids))
                 arrived.put_nowait((number, delta))
         except Exception as error:
             arrived.put_nowait(error)

@@ -28,7 +28,8 @@ API_KEY_VARIABLE = "LORAMUX_API_KEY"
 ADMIN_KEY_VARIABLE = "LORAMUX_ADMIN_KEY"
 
 _LIMITS = ("requests_per_second", "tokens_per_minute", "max_in_flight")
-_FIELDS = ("name", "key", "sha256", "admin", "infer", "adapters", *_LIMITS)
+FIELDS = ("name", "key", "sha256", "admin", "infer", "adapters", *_LIMITS)
+"""Of a key in the file."""
 
 
 def read_keys(
@@ -101,10 +102,10 @@ def _read_key(table: dict[str, Any], place: str) -> Key:
     if hashlib.sha256(name.encode()).digest() == digest:
         raise ConfigError(f"{place}: the name is the key itself, and names are shown: take another")
     place = f"{place} ({name})"
-    if unknown := sorted(set(table) - set(_FIELDS)):
+    if unknown := sorted(set(table) - set(FIELDS)):
         # What does not look like the name of a field may be a key in the wrong place.
         shown = f" {unknown[0]}" if re.fullmatch(r"[a-z_-]{1,32}", unknown[0]) else ""
-        raise ConfigError(f"{place} has an unknown field{shown}: use {', '.join(_FIELDS)}")
+        raise ConfigError(f"{place} has an unknown field{shown}: use {', '.join(FIELDS)}")
     admin = _boolean(table, "admin", place, default=False)
     infer = _boolean(table, "infer", place, default=not admin)
     if not (admin or infer):
