@@ -83,7 +83,7 @@ def key(name: str, **fields: Any) -> Key:
 
 
 def limited(name: str, **limits: float) -> Key:
-    return key(name, limits=Limits(**limits))  # pyright: ignore
+    return key(name, limits=Limits(**limits))
 
 
 OPERATOR = key("operator", admin=True, infer=False)

@@ -24,7 +24,7 @@ def clock() -> FakeClock:
 
 
 def account(clock: FakeClock, **limits: float) -> Account:
-    return Account("tenant-a", Limits(**limits), clock=clock)  # pyright: ignore
+    return Account("tenant-a", Limits(**limits), clock=clock)
 
 
 def test_bucket_begins_full_and_comes_back_at_its_rate(clock: FakeClock) -> None:

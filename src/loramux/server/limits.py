@@ -55,7 +55,7 @@ class Bucket:
 
 
 class Account:
-    """What one key has used. Its figures are whole from the start of the server."""
+    """What one key has used since the start of the server."""
 
     def __init__(self, name: str, limits: Limits, *, clock: Clock = time.monotonic) -> None:
         """``name`` is that of the key, for errors and metrics."""
