@@ -34,8 +34,10 @@ the scheduler, `loramux serve` those of the server as well, `loramux inspect` th
 In Python all but the server's go into an `EngineOptions` as `model`, `adapters`, `sources` and
 `scheduler`.
 
-The one environment variable is `LORAMUX_LOG`: `DEBUG`, `INFO` (default), `WARNING` or `ERROR`. The
-clients of remote sources have their own, such as `HF_TOKEN` and `AWS_PROFILE`.
+The environment variable `LORAMUX_LOG` is `DEBUG`, `INFO` (default), `WARNING` or `ERROR`. Keys of
+`loramux serve` may stand in `LORAMUX_API_KEY`, `LORAMUX_ADMIN_KEY` and the file `LORAMUX_KEYS`
+([keys](serving.md#keys)). The clients of remote sources have variables of their own, such as
+`HF_TOKEN` and `AWS_PROFILE`.
 """
 
 

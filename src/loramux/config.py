@@ -271,6 +271,11 @@ class ServerOptions:
         "adapters whose requests /metrics counts by name, the first that are asked for; the others "
         "count together",
     )
+    keys: str | None = option(
+        None,
+        "TOML file of the keys that are let in, with what each may do and use (docs/serving.md); "
+        "default: the file in LORAMUX_KEYS, if that is set",
+    )
 
     def __post_init__(self) -> None:
         _at_least("metrics_adapters", self.metrics_adapters, 0)

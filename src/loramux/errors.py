@@ -11,6 +11,7 @@ LoramuxError
 │   ├── AdapterReplaced         409
 │   ├── RequestTooLarge         413
 │   └── TooManyRequests         429
+│       └── KeyLimitReached     429, with the seconds to wait
 └── AdapterError                an adapter that cannot be loaded, found or removed
     ├── AdapterRefused          400, with every reason
     ├── AdapterSourceNotFound   404
@@ -23,6 +24,7 @@ LoramuxError
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -110,9 +112,22 @@ class RequestTooLarge(RequestError):
 
 
 class TooManyRequests(RequestError):
-    """The queue is full."""
+    """The queue is full, or a limit is reached."""
 
     http_status = 429
+
+
+class KeyLimitReached(TooManyRequests):
+    """A key has used what one of its limits allows; ``retry_after`` is in whole seconds."""
+
+    def __init__(self, key: str, limit: str, allowed: float, *, retry_after_seconds: float) -> None:
+        self.retry_after = max(1, math.ceil(retry_after_seconds))
+        super().__init__(
+            f"the key {key!r} has reached its {limit} of {allowed}: try again in "
+            f"{self.retry_after} s, or ask the operator for more"
+        )
+        self.key = key
+        self.limit = limit
 
 
 class AdapterError(LoramuxError):

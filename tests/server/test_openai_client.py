@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Iterator
 
 import openai
 import pytest
 
+from loramux.server.app import create_app
+from loramux.server.keys import Key, Keyring
+from loramux.server.limits import Limits
 from loramux.testing import FakeEngine
+from tests.server.conftest import serving
 
 
 @pytest.fixture
@@ -100,3 +105,19 @@ def test_error_in_mid_stream_is_raised(sync: openai.OpenAI, engine: FakeEngine) 
     assert next(stream).choices[0].text == "a"
     with pytest.raises(openai.APIError, match="the logits are NaN"):
         next(stream)
+
+
+def test_the_clients_api_key_is_the_key(engine: FakeEngine) -> None:
+    digest = hashlib.sha256(b"sk-mine").digest()
+    key = Key(name="mine", digest=digest, limits=Limits(requests_per_second=0.01))
+    with (
+        serving(create_app(engine, keyring=Keyring([key], open_inference=False))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="sk-mine", max_retries=0) as mine,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="sk-yours", max_retries=0) as stranger,
+    ):
+        with pytest.raises(openai.AuthenticationError, match="does not know the key"):
+            stranger.models.list()
+        assert mine.completions.create(model="base", prompt="ab").choices[0].text == "ab"
+        with pytest.raises(openai.RateLimitError, match="'mine' has reached") as refused:
+            mine.completions.create(model="base", prompt="ab")
+        assert 90 <= int(refused.value.response.headers["retry-after"]) <= 100

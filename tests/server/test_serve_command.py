@@ -36,17 +36,19 @@ main(["serve", "base", "--port", "0", *sys.argv[1:]])
 
 @contextmanager
 def serve(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """The process, its URL and its ready line."""
+    """The process, its URL and what it has logged up to its ready line."""
     command = [sys.executable, "-W", "error", "-c", PROGRAM, *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stderr is not None
-            line = process.stderr.readline()
-            url = re.search(r"http://[^ ,]+", line)
-            assert url is not None, line + process.stderr.read()
-            yield process, url[0], line
+            lines = ""
+            while (url := re.search(r"http://[^ ,]+", lines)) is None:
+                line = process.stderr.readline()
+                assert line, lines
+                lines += line
+            yield process, url[0], lines
         finally:
             process.kill()
 
@@ -105,3 +107,29 @@ def test_registry_is_made_where_there_is_none(tmp_path: Path) -> None:
     path = tmp_path / "registry"
     with serve("--registry", str(path)):
         assert path.read_bytes().startswith(b"SQLite format 3")
+
+
+def test_keys_of_the_file_and_the_environment_are_let_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text('[[key]]\nname = "tenant"\nkey = "sk-tenant"\n')
+    monkeypatch.setenv("LORAMUX_ADMIN_KEY", "sk-admin")
+    with serve("--keys", str(path)) as (_, url, line):
+        assert "keys: tenant, LORAMUX_ADMIN_KEY (admin)" in line
+        models = f"{url}/v1/models"
+        statuses = [
+            httpx.get(models, headers={"Authorization": f"Bearer {key}"}).status_code
+            for key in ("sk-tenant", "sk-admin", "sk-stranger")
+        ]
+        assert statuses == [200, 200, 401]
+
+
+def test_keys_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.write_text('[[key]]\nname = "tenant"\nkey = "sk-tenant"\nrate = 5\n')
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, "--keys", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: keys file .*, key 1 \(tenant\) has an unknown .*\n", done.stderr)

@@ -83,10 +83,13 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "port": 1234,
         "served_model_name": "me",
         "max_body_bytes": 99,
+        "max_request_seconds": 9.5,
+        "shutdown_grace": 1.5,
         "adapter_root": "/adapters",
         "adapter_sources": ("hf:org", "s3://bucket/"),
         "registry": "/registry.db",
         "metrics_adapters": 7,
+        "keys": "/keys.toml",
     }
     arguments = []
     for name, value in changed.items():

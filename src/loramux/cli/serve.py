@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +13,7 @@ from loramux.adapters.registry import Registry
 from loramux.cli.logs import setup_logging
 from loramux.cli.options import parse_adapters, with_options
 from loramux.config import EngineOptions, ServerOptions
+from loramux.server.key_file import read_keys
 
 
 @with_options
@@ -37,6 +39,7 @@ def serve(
         raise typer.BadParameter(f"--adapter-root {server.adapter_root} is no directory")
     setup_logging()
     registry = None if server.registry is None else Registry(server.registry)
+    keyring = read_keys(server.keys, os.environ)
 
     from loramux.server.listen import bind, serve_app
 
@@ -46,7 +49,7 @@ def serve(
         from loramux.server.app import create_app
 
         running = build_async_engine(base, options=engine, adapters=adapters, registry=registry)
-        app = create_app(running, options=server)
+        app = create_app(running, options=server, keyring=keyring)
 
         async def run() -> None:
             await running.start()

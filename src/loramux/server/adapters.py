@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import asdict
 from typing import Any
-from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 
 from loramux.errors import AdapterExists, UnknownAdapter
+from loramux.server.auth import ADMIN_ONLY, Reader
 from loramux.server.body import read_json
 from loramux.server.context import Context, ServerContext
-from loramux.server.errors import AdminRefused
 from loramux.server.openapi import request_body
 from loramux.server.schema import (
     AddAdapterRequest,
@@ -26,10 +24,13 @@ from loramux.types import AdapterInfo, SourceRules
 router = APIRouter()
 
 
-@router.post("/v1/load_lora_adapter", openapi_extra=request_body(LoadAdapterRequest))
+@router.post(
+    "/v1/load_lora_adapter",
+    dependencies=[ADMIN_ONLY],
+    openapi_extra=request_body(LoadAdapterRequest),
+)
 async def load_adapter(request: Request, context: Context) -> Response:
     """Load an adapter under a name. An adapter that cannot be served exactly is refused."""
-    require_local(request)
     body = await read_json(request, LoadAdapterRequest, limit=context.options.max_body_bytes)
     body = AddAdapterRequest(
         name=body.lora_name,
@@ -41,50 +42,59 @@ async def load_adapter(request: Request, context: Context) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter", openapi_extra=request_body(UnloadAdapterRequest))
+@router.post(
+    "/v1/unload_lora_adapter",
+    dependencies=[ADMIN_ONLY],
+    openapi_extra=request_body(UnloadAdapterRequest),
+)
 async def unload_adapter(request: Request, context: Context) -> Response:
     """Take no new requests for an adapter; running ones finish."""
-    require_local(request)
     body = await read_json(request, UnloadAdapterRequest, limit=context.options.max_body_bytes)
     await _unload(context, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 @router.get("/v1/adapters")
-async def list_adapters(context: Context) -> dict[str, Any]:
-    """All that is known of each adapter."""
-    return {"object": "list", "data": [asdict(info) for info in context.engine.adapters()]}
+async def list_adapters(context: Context, caller: Reader) -> dict[str, Any]:
+    """All that is known of each adapter that the caller may know of."""
+    return {"object": "list", "data": [asdict(info) for info in context.adapters(caller)]}
 
 
-@router.post("/v1/adapters", status_code=201, openapi_extra=request_body(AddAdapterRequest))
+@router.post(
+    "/v1/adapters",
+    status_code=201,
+    dependencies=[ADMIN_ONLY],
+    openapi_extra=request_body(AddAdapterRequest),
+)
 async def add_adapter(request: Request, context: Context) -> dict[str, Any]:
     """Load an adapter under a name. An adapter that cannot be served exactly is refused."""
-    require_local(request)
     body = await read_json(request, AddAdapterRequest, limit=context.options.max_body_bytes)
     return asdict(await _load(context, body))
 
 
 @router.get("/v1/adapters/{name:path}")
-async def get_adapter(name: str, context: Context) -> dict[str, Any]:
+async def get_adapter(name: str, context: Context, caller: Reader) -> dict[str, Any]:
     """All that is known of one adapter; names may hold slashes."""
-    for info in context.engine.adapters():
+    for info in context.adapters(caller):
         if info.name == name:
             return asdict(info)
     raise UnknownAdapter(name)
 
 
-@router.patch("/v1/adapters/{name:path}", openapi_extra=request_body(ChangeAdapterRequest))
+@router.patch(
+    "/v1/adapters/{name:path}",
+    dependencies=[ADMIN_ONLY],
+    openapi_extra=request_body(ChangeAdapterRequest),
+)
 async def change_adapter(name: str, request: Request, context: Context) -> dict[str, Any]:
     """Pin or unpin. A pin that would leave no slot for others is refused."""
-    require_local(request)
     body = await read_json(request, ChangeAdapterRequest, limit=context.options.max_body_bytes)
     return asdict(await context.engine.pin_adapter(name, pinned=body.pinned))
 
 
-@router.delete("/v1/adapters/{name:path}")
-async def delete_adapter(name: str, request: Request, context: Context) -> dict[str, Any]:
+@router.delete("/v1/adapters/{name:path}", dependencies=[ADMIN_ONLY])
+async def delete_adapter(name: str, context: Context) -> dict[str, Any]:
     """Take no new requests for an adapter; running ones finish."""
-    require_local(request)
     await _unload(context, name)
     return {"name": name, "deleted": True}
 
@@ -104,28 +114,3 @@ async def _load(context: ServerContext, body: AddAdapterRequest) -> AdapterInfo:
 async def _unload(context: ServerContext, name: str) -> None:
     await context.engine.unload_adapter(name)
     context.metrics.forget_adapter(name)
-
-
-def require_local(request: Request) -> None:
-    """Raises AdminRefused unless the call comes from this machine, and from no web page's script.
-
-    A proxy on this machine makes every caller look local, so what it forwarded does not count.
-    """
-    forwarded = "forwarded" in request.headers or "x-forwarded-for" in request.headers
-    if request.client is None or forwarded or not _is_loopback(request.client.host):
-        raise AdminRefused("adapters can be loaded and unloaded only from the server's own machine")
-    origin = request.headers.get("origin")
-    if origin is not None and not _is_loopback(urlsplit(origin).hostname or ""):
-        raise AdminRefused(f"pages of {origin} may not load or unload adapters")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None:
-        address = address.ipv4_mapped
-    return address.is_loopback

@@ -11,6 +11,7 @@ from typing import Self
 from loramux.engine.interface import Engine, Stream, TextCodec
 from loramux.errors import EngineStopped
 from loramux.server.errors import DeadlineExceeded, GenerationFailed
+from loramux.server.limits import Account
 from loramux.server.metrics import Timer
 from loramux.types import Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprobs
 
@@ -65,7 +66,8 @@ class Answer:
 
     Making it submits everything, or nothing where the engine refuses one of the prompts. Its
     owner must call ``abort`` (or leave the ``with`` block) once the answer is no longer wanted,
-    finished or not.
+    finished or not. Its tokens are charged to ``account``: the prompts' once they are submitted,
+    all others as they are made. Raises KeyLimitReached where the prompts' are too many for now.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Answer:
         codec: TextCodec,
         timer: Timer,
         seconds: float,
+        account: Account,
     ) -> None:
         """``seconds``: until the answer must be complete."""
         self._seconds = seconds
@@ -85,11 +88,13 @@ class Answer:
         """By the event loop's clock."""
         self._n = params.n
         self._timer = timer
+        self._account = account
         self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._num_output_tokens = 0
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._begun: set[int] = set()
         self._streams: list[Stream] = []
+        account.check_prompt(self._num_prompt_tokens)
         try:
             for token_ids in prompts:
                 request = GenerationRequest(
@@ -99,6 +104,8 @@ class Answer:
         except BaseException:
             self.abort()
             raise
+        # Not before: what the engine refuses costs nothing. No other request ran in between.
+        account.spend(self._num_prompt_tokens)
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +130,7 @@ class Answer:
         DeadlineExceeded when the time is over.
         """
         try:
-            async with aclosing(_merge(self._streams, self.deadline)) as deltas:
+            async with aclosing(_merge(self._streams, self.deadline, self._account)) as deltas:
                 async for prompt, delta in deltas:
                     yield self._part(prompt, delta)
         except TimeoutError:
@@ -169,17 +176,20 @@ class Answer:
 
 
 async def _merge(
-    streams: Sequence[Stream], deadline: float
+    streams: Sequence[Stream], deadline: float, account: Account
 ) -> AsyncGenerator[tuple[int, Delta], None]:
     """The deltas of all streams as they come, each with its stream's number.
 
-    Raises TimeoutError when none has come until ``deadline``.
+    Their tokens are charged to ``account``. Raises TimeoutError when none has come until
+    ``deadline``.
     """
     arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
 
     async def pump(number: int, stream: Stream) -> None:
         try:
             async for delta in stream:
+                # Here, not where it is sent: a client that does not read pays all the same.
+                account.spend(len(delta.token_ids))
                 arrived.put_nowait((number, delta))
         except Exception as error:
             arrived.put_nowait(error)

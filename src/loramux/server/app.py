@@ -12,6 +12,8 @@ from loramux.engine.interface import Engine
 from loramux.errors import EngineStopped
 from loramux.server import adapters, chat, completions, errors, models, openapi, tokenizing
 from loramux.server.context import Context, ServerContext
+from loramux.server.key_file import read_keys
+from loramux.server.keys import Keyring
 from loramux.server.metrics import Metrics
 from loramux.server.middleware import RequestMiddleware
 
@@ -19,18 +21,25 @@ router = APIRouter()
 
 
 def create_app(
-    engine: Engine, *, options: ServerOptions | None = None, base_name: str | None = None
+    engine: Engine,
+    *,
+    options: ServerOptions | None = None,
+    base_name: str | None = None,
+    keyring: Keyring | None = None,
 ) -> FastAPI:
     """The HTTP server over a running engine, which the caller starts and stops.
 
     Requests call the base model ``base_name``; by default the name in ``options``, else the
-    engine's own.
+    engine's own. The keys of ``keyring`` are let in; by default those of the file in ``options``,
+    and then ConfigError is raised where that cannot be read.
     """
     options = options or ServerOptions()
+    if keyring is None:
+        keyring = read_keys(options.keys, {})
     name = base_name or options.served_model_name or engine.base_name
     app = FastAPI(title="loramux", version=__version__)
-    metrics = Metrics(engine, max_adapters=options.metrics_adapters)
-    app.state.context = ServerContext(engine, options, name, metrics)
+    metrics = Metrics(engine, max_adapters=options.metrics_adapters, accounts=keyring.accounts)
+    app.state.context = ServerContext(engine, options, name, metrics, keyring)
     errors.install(app)
     openapi.install(app)
     app.add_middleware(RequestMiddleware, metrics=metrics)

@@ -13,6 +13,7 @@ from loramux.engine.interface import TextCodec
 from loramux.errors import InvalidRequest
 from loramux.server import logprobs
 from loramux.server.answer import Part, Usage
+from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
 from loramux.server.openapi import request_body
@@ -24,16 +25,23 @@ router = APIRouter()
 
 
 @router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
-async def create_chat_completion(request: Request, context: Context) -> Response:
+async def create_chat_completion(request: Request, context: Context, caller: Asker) -> Response:
     """Answer a conversation; see ``ChatRequest`` for the fields."""
     body = await read_json(request, ChatRequest, limit=context.options.max_body_bytes)
     params = body.params()
-    codec = await context.codec_of(body.model)
+    codec = await context.codec_of(body.model, caller)
     prompt = await render_chat(codec, [message.for_template() for message in body.messages])
     renderer = ChatRenderer(body, prompt, codec, answer_id=f"chatcmpl-{request.state.id}")
     try:
         return await reply(
-            request, context, body, codec, prompts=[prompt], params=params, renderer=renderer
+            request,
+            context,
+            body,
+            codec,
+            caller=caller,
+            prompts=[prompt],
+            params=params,
+            renderer=renderer,
         )
     except InvalidRequest as error:
         if error.param != "prompt":

@@ -13,6 +13,7 @@ from fastapi.responses import Response
 from loramux.engine.interface import TextCodec
 from loramux.server import logprobs
 from loramux.server.answer import Part, Usage
+from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
 from loramux.server.openapi import request_body
@@ -24,15 +25,22 @@ router = APIRouter()
 
 
 @router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
-async def create_completion(request: Request, context: Context) -> Response:
+async def create_completion(request: Request, context: Context, caller: Asker) -> Response:
     """Continue each prompt; see ``CompletionRequest`` for the fields."""
     body = await read_json(request, CompletionRequest, limit=context.options.max_body_bytes)
     params = body.params()
-    codec = await context.codec_of(body.model)
+    codec = await context.codec_of(body.model, caller)
     prompts = [await encode(codec, prompt) for prompt in body.prompt]
     renderer = CompletionRenderer(body, prompts, codec, answer_id=f"cmpl-{request.state.id}")
     return await reply(
-        request, context, body, codec, prompts=prompts, params=params, renderer=renderer
+        request,
+        context,
+        body,
+        codec,
+        caller=caller,
+        prompts=prompts,
+        params=params,
+        renderer=renderer,
     )
 
 

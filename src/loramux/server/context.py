@@ -12,7 +12,9 @@ from fastapi import Depends, Request
 from loramux.config import ServerOptions
 from loramux.engine.interface import Engine, TextCodec
 from loramux.errors import EngineStopped, UnknownModel
+from loramux.server.keys import Caller, Keyring
 from loramux.server.metrics import Metrics
+from loramux.types import AdapterInfo
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class ServerContext:
     options: ServerOptions
     base_name: str
     metrics: Metrics
+    keyring: Keyring
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start, which ``/v1/models`` reports."""
     stopping: threading.Event = field(default_factory=threading.Event)
@@ -35,23 +38,32 @@ class ServerContext:
         if self.stopping.is_set():
             raise EngineStopped("the server is shutting down: send the request to another one")
 
-    async def codec_of(self, name: str | None) -> TextCodec:
+    async def codec_of(self, name: str | None, caller: Caller) -> TextCodec:
         """The tokenizer of a request's ``model``; the base's where it names none.
 
         Raises UnknownModel, or AdapterError where an adapter's tokenizer cannot be read.
         """
-        model = None if name is None else self.engine_model(name)
+        model = self.engine_model(self.base_name if name is None else name, caller)
         await self.engine.prepare(model)
         return self.engine.text_of(model)
 
-    def engine_model(self, name: str) -> str | None:
-        """A request's ``model`` as the engine knows it: None is the base model."""
+    def engine_model(self, name: str, caller: Caller) -> str | None:
+        """A request's ``model`` as the engine knows it: None is the base model.
+
+        Raises UnknownModel for what the caller may not ask, whether it exists or not.
+        """
+        if not caller.may_ask(name):
+            raise UnknownModel(name)
         if name == self.base_name:
             return None
         if name == self.engine.base_name:
             # The engine would take its own name for the base, but it is served under another.
             raise UnknownModel(name)
         return name
+
+    def adapters(self, caller: Caller) -> list[AdapterInfo]:
+        """The adapters that the caller may know of."""
+        return [info for info in self.engine.adapters() if caller.may_see(info.name)]
 
 
 def _context(request: Request) -> ServerContext:

@@ -18,6 +18,7 @@ from loramux.errors import (
     AdapterSourceNotFound,
     AdapterSourceUnavailable,
     InvalidRequest,
+    KeyLimitReached,
     LoramuxError,
     RegistryUnusable,
     RequestError,
@@ -45,6 +46,24 @@ class BodyTooSlow(RequestError):
     http_status = 408
 
 
+class Unauthorized(RequestError):
+    """The call needs a key and has none, or one that is not known."""
+
+    http_status = 401
+
+
+class InferenceRefused(RequestError):
+    """The key may administer the server and nothing else."""
+
+    http_status = 403
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"the admin key {key!r} may not send requests to models: use an inference key, or give "
+            "it infer = true in the server's keys file"
+        )
+
+
 class AdminRefused(RequestError):
     """The caller may not change the server."""
 
@@ -61,6 +80,8 @@ _CODES: dict[type[LoramuxError], str] = {
     UnknownModel: "model_not_found",
     AdapterReplaced: "adapter_replaced",
     RequestTooLarge: "request_too_large",
+    KeyLimitReached: "rate_limit_exceeded",
+    Unauthorized: "invalid_api_key",
     AdapterRefused: "adapter_refused",
     AdapterSourceNotFound: "adapter_source_not_found",
     AdapterSourceForbidden: "adapter_source_forbidden",
@@ -117,6 +138,10 @@ def _headers(error: LoramuxError) -> dict[str, str]:
         return {"Connection": "close"}  # the rest of the body is not read
     if isinstance(error, DeadlineExceeded):
         return {"X-Should-Retry": "false"}  # OpenAI's clients would do all the work again
+    if isinstance(error, Unauthorized):
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, KeyLimitReached):
+        return {"Retry-After": str(error.retry_after)}
     return {}
 
 

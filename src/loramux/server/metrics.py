@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from loramux.engine.interface import Engine
+from loramux.server.limits import Account
 from loramux.types import EngineStats
 from loramux.types import Histogram as Observed
 
@@ -73,10 +74,14 @@ _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Metrics:
     """The metrics of one app, in a registry of their own. Times are in seconds."""
 
-    def __init__(self, engine: Engine, *, max_adapters: int) -> None:
-        """``max_adapters`` get labels of their own, the first that are asked for."""
+    def __init__(self, engine: Engine, *, max_adapters: int, accounts: Sequence[Account]) -> None:
+        """``max_adapters`` get labels of their own, the first that are asked for.
+
+        ``accounts`` are those of the keys.
+        """
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine))
+        self.registry.register(_KeyCollector(accounts))
         self._requests = Counter(
             "loramux_http_requests",
             "HTTP requests answered; status 499 is a client that went away",
@@ -188,6 +193,41 @@ class _EngineCollector(Collector):
 
     def _up(self) -> int:
         return int(self._engine.failure is None)
+
+
+class _KeyCollector(Collector):
+    """Reads what each key has used when it is asked for; a key is shown by its name."""
+
+    def __init__(self, accounts: Sequence[Account]) -> None:
+        self._accounts = accounts
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "loramux_key_requests",
+            "Requests to models by key, those that met a limit included",
+            labels=["key"],
+        )
+        tokens = CounterMetricFamily(
+            "loramux_key_tokens", "Tokens of prompts and answers by key", labels=["key"]
+        )
+        refused = CounterMetricFamily(
+            "loramux_key_refused_requests",
+            "Requests to models that met a limit of their key",
+            labels=["key", "limit"],
+        )
+        in_flight = GaugeMetricFamily(
+            "loramux_key_requests_in_flight",
+            "Requests to models by key that run or wait",
+            labels=["key"],
+        )
+        for account in self._accounts:
+            requests.add_metric([account.name], account.num_requests)
+            tokens.add_metric([account.name], account.num_tokens)
+            in_flight.add_metric([account.name], account.in_flight)
+            for limit, count in account.num_refused.items():
+                refused.add_metric([account.name, limit], count)
+        if self._accounts:
+            yield from (requests, tokens, refused, in_flight)
 
 
 def _histogram(name: str, text: str, observed: Observed) -> HistogramMetricFamily:

@@ -1,10 +1,11 @@
-"""Around every request: its id, its count, and the answer to a fault of our own."""
+"""Around every request: its id, its count, its end, and the answer to a fault of our own."""
 
 from __future__ import annotations
 
 import logging
 import re
 import uuid
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -31,7 +32,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
-        scope.setdefault("state", {})["id"] = request_id
+        state = scope.setdefault("state", {})
+        state["id"] = request_id
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -41,17 +43,20 @@ class RequestMiddleware:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        try:
-            await self._app(scope, receive, send_with_id)
-        except ClientDisconnect:
-            status = CLIENT_CLOSED_REQUEST
-        except Exception:
-            logger.exception("request %s failed", request_id)
-            if status == 0:
-                await internal_error()(scope, receive, send_with_id)
-            status = 500
-        finally:
-            self._metrics.count(_endpoint(scope), status)
+        with ExitStack() as at_end:
+            # What a handler takes for as long as its response runs, it gives back by a callback.
+            state["at_end"] = at_end
+            try:
+                await self._app(scope, receive, send_with_id)
+            except ClientDisconnect:
+                status = CLIENT_CLOSED_REQUEST
+            except Exception:
+                logger.exception("request %s failed", request_id)
+                if status == 0:
+                    await internal_error()(scope, receive, send_with_id)
+                status = 500
+            finally:
+                self._metrics.count(_endpoint(scope), status)
 
 
 def _request_id(given: str | None) -> str:

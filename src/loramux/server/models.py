@@ -1,4 +1,4 @@
-"""``GET /v1/models``: every name that a request may use."""
+"""``GET /v1/models``: every name that the caller's requests may use."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import Any
 from fastapi import APIRouter
 
 from loramux.errors import UnknownModel
+from loramux.server.auth import Reader
 from loramux.server.context import Context, ServerContext
+from loramux.server.keys import Caller
 
 router = APIRouter()
 
 
 @router.get("/v1/models")
-async def list_models(context: Context) -> dict[str, Any]:
+async def list_models(context: Context, caller: Reader) -> dict[str, Any]:
     """The base model first, then the adapters with the base as their parent."""
-    return {"object": "list", "data": list(_models(context))}
+    return {"object": "list", "data": list(_models(context, caller))}
 
 
 @router.get("/v1/models/{name:path}")
-async def get_model(name: str, context: Context) -> dict[str, Any]:
+async def get_model(name: str, context: Context, caller: Reader) -> dict[str, Any]:
     """One of them; names may hold slashes."""
-    for model in _models(context):
+    for model in _models(context, caller):
         if model["id"] == name:
             return model
     raise UnknownModel(name)
 
 
-def _models(context: ServerContext) -> Iterator[dict[str, Any]]:
+def _models(context: ServerContext, caller: Caller) -> Iterator[dict[str, Any]]:
     base = context.base_name
-    yield _model(context, base, root=context.engine.base_name, parent=None)
-    for info in context.engine.adapters():
+    if caller.may_see(base):
+        yield _model(context, base, root=context.engine.base_name, parent=None)
+    for info in context.adapters(caller):
         yield _model(context, info.name, root=info.source, parent=base)
 
 

@@ -15,6 +15,7 @@ from loramux.errors import LoramuxError
 from loramux.server.answer import Answer, Part, Usage
 from loramux.server.context import ServerContext
 from loramux.server.errors import describe, error_object
+from loramux.server.keys import Caller
 from loramux.server.schema import GenerationFields
 from loramux.server.sse import DONE, EventStreamResponse, event, until_disconnect
 from loramux.types import SamplingParams
@@ -47,6 +48,7 @@ async def reply(
     body: GenerationFields,
     codec: TextCodec,
     *,
+    caller: Caller,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
     renderer: Renderer,
@@ -56,7 +58,7 @@ async def reply(
     Raises LoramuxError for what goes wrong before the answer.
     """
     context.check_ready()
-    model = context.engine_model(body.model)
+    model = context.engine_model(body.model, caller)
     answer = Answer(
         context.engine,
         prompts,
@@ -65,6 +67,7 @@ async def reply(
         codec=codec,
         timer=context.metrics.timer(request.url.path),
         seconds=min(body.timeout or math.inf, context.options.max_request_seconds),
+        account=caller.account,
     )
     if model is not None:
         context.metrics.count_adapter(model)

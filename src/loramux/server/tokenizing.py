@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
 from loramux.server.openapi import request_body
@@ -16,10 +17,10 @@ router = APIRouter()
 
 
 @router.post("/tokenize", openapi_extra=request_body(TokenizeRequest))
-async def tokenize(request: Request, context: Context) -> dict[str, Any]:
+async def tokenize(request: Request, context: Context, caller: Asker) -> dict[str, Any]:
     """The tokens that a completion of the prompt, or a chat of the messages, would begin with."""
     body = await read_json(request, TokenizeRequest, limit=context.options.max_body_bytes)
-    codec = await context.codec_of(body.model)
+    codec = await context.codec_of(body.model, caller)
     if body.messages is None:
         assert body.prompt is not None, "the schema asks for one of them"
         tokens = await encode(codec, body.prompt)
@@ -38,7 +39,8 @@ async def tokenize(request: Request, context: Context) -> dict[str, Any]:
 
 
 @router.post("/detokenize", openapi_extra=request_body(DetokenizeRequest))
-async def detokenize(request: Request, context: Context) -> dict[str, Any]:
+async def detokenize(request: Request, context: Context, caller: Asker) -> dict[str, Any]:
     """The text of tokens, special ones included."""
     body = await read_json(request, DetokenizeRequest, limit=context.options.max_body_bytes)
-    return {"prompt": await decode(await context.codec_of(body.model), body.tokens)}
+    codec = await context.codec_of(body.model, caller)
+    return {"prompt": await decode(codec, body.tokens)}

@@ -1,0 +1,78 @@
+"""Who calls, told by a key, and what that key may do."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from loramux.server.limits import Account, Clock, Limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key. It is known by its digest alone, and called by its name."""
+
+    name: str
+    digest: bytes = field(repr=False)
+    """SHA-256 of the key."""
+    admin: bool = False
+    """It may load, change and unload adapters, and sees all of them."""
+    infer: bool = True
+    """It may send requests to models."""
+    adapters: tuple[str, ...] | None = None
+    """Names or shell-style patterns of the models it may ask, the base among them; None: all."""
+    limits: Limits = field(default_factory=Limits)
+
+    def may_ask(self, model: str) -> bool:
+        """Whether it may send requests to ``model``, which need not exist."""
+        if self.adapters is None:
+            return self.infer
+        # A name that has the signs of a pattern in it still means itself.
+        return self.infer and any(model == p or fnmatchcase(model, p) for p in self.adapters)
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Whom a request comes from: a key, or anyone where none is needed."""
+
+    key: Key | None
+    account: Account
+
+    def may_ask(self, model: str) -> bool:
+        return self.key is None or self.key.may_ask(model)
+
+    def may_see(self, model: str) -> bool:
+        """Whether lists show it: to administer models is to know them."""
+        return self.may_ask(model) or (self.key is not None and self.key.admin)
+
+
+class Keyring:
+    """All keys of one server, and what each has used."""
+
+    def __init__(
+        self, keys: Sequence[Key] = (), *, open_inference: bool, clock: Clock = time.monotonic
+    ) -> None:
+        """``open_inference``: requests to models need no key, and no limit holds for them."""
+        self.keys = tuple(keys)
+        self.open_inference = open_inference
+        self.anyone = Caller(None, Account("anyone", Limits(), clock=clock))
+        self._callers = [Caller(k, Account(k.name, k.limits, clock=clock)) for k in keys]
+
+    @property
+    def accounts(self) -> list[Account]:
+        """What each key has used, in the order of the keys."""
+        return [caller.account for caller in self._callers]
+
+    def find(self, key: bytes) -> Caller | None:
+        """Who has this key. It is compared with all, so the time taken tells nothing of any."""
+        digest = hashlib.sha256(key).digest()
+        found = None
+        for caller in self._callers:
+            assert caller.key is not None
+            if hmac.compare_digest(caller.key.digest, digest):
+                found = caller
+        return found
