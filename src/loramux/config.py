@@ -266,6 +266,8 @@ class ServerOptions:
         "file that keeps the adapters loaded over HTTP for the next start; servers of one base may "
         "share it; default: they are forgotten",
     )
+    log_format: str = option("text", "text, or json: an object a line")
+    access_log: bool = option(False, "a line in the log for each request that has been answered")
     metrics_adapters: int = option(
         50,
         "adapters whose requests /metrics counts by name, the first that are asked for; the others "
@@ -279,6 +281,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         _at_least("metrics_adapters", self.metrics_adapters, 0)
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"log_format {self.log_format!r} is unknown: use text or json")
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         _at_least("max_body_bytes", self.max_body_bytes, 1)

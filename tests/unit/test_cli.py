@@ -88,6 +88,8 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "adapter_root": "/adapters",
         "adapter_sources": ("hf:org", "s3://bucket/"),
         "registry": "/registry.db",
+        "log_format": "json",
+        "access_log": True,
         "metrics_adapters": 7,
         "keys": "/keys.toml",
     }

@@ -37,7 +37,7 @@ def serve(
         )
     if server.adapter_root is not None and not Path(server.adapter_root).expanduser().is_dir():
         raise typer.BadParameter(f"--adapter-root {server.adapter_root} is no directory")
-    setup_logging()
+    setup_logging(server.log_format)
     registry = None if server.registry is None else Registry(server.registry)
     keyring = read_keys(server.keys, os.environ)
 

@@ -42,7 +42,7 @@ def create_app(
     app.state.context = ServerContext(engine, options, name, metrics, keyring)
     errors.install(app)
     openapi.install(app)
-    app.add_middleware(RequestMiddleware, metrics=metrics)
+    app.add_middleware(RequestMiddleware, metrics=metrics, access_log=options.access_log)
     parts = (models, completions, chat, tokenizing, adapters)
     for part in (router, *(module.router for module in parts)):
         app.include_router(part)

@@ -17,12 +17,14 @@ from loramux.errors import (
     AdapterSourceForbidden,
     AdapterSourceNotFound,
     AdapterSourceUnavailable,
+    EngineStopped,
     InvalidRequest,
     KeyLimitReached,
     LoramuxError,
     RegistryUnusable,
     RequestError,
     RequestTooLarge,
+    TooManyRequests,
     UnknownAdapter,
     UnknownModel,
 )
@@ -92,6 +94,8 @@ _CODES: dict[type[LoramuxError], str] = {
     DeadlineExceeded: "deadline_exceeded",
     BodyTooSlow: "body_too_slow",
 }
+_RETRY_SECONDS = "1"
+"""When there will be room, or another server, nobody knows."""
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -142,6 +146,8 @@ def _headers(error: LoramuxError) -> dict[str, str]:
         return {"WWW-Authenticate": "Bearer"}
     if isinstance(error, KeyLimitReached):
         return {"Retry-After": str(error.retry_after)}
+    if isinstance(error, TooManyRequests | EngineStopped):
+        return {"Retry-After": _RETRY_SECONDS}
     return {}
 
 

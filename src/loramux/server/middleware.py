@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
 from contextlib import ExitStack
 
@@ -11,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from loramux.server import request_log
 from loramux.server.errors import internal_error
 from loramux.server.metrics import Metrics
 
@@ -23,9 +25,11 @@ CLIENT_CLOSED_REQUEST = 499
 class RequestMiddleware:
     """Plain ASGI, so that streams and disconnects pass through untouched."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, access_log: bool = False) -> None:
+        """``access_log``: leave a line in the log for each request."""
         self._app = app
         self._metrics = metrics
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,6 +39,7 @@ class RequestMiddleware:
         state = scope.setdefault("state", {})
         state["id"] = request_id
         status = 0
+        began = time.perf_counter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -44,6 +49,7 @@ class RequestMiddleware:
             await send(message)
 
         with ExitStack() as at_end:
+            at_end.callback(request_log.request_id.reset, request_log.request_id.set(request_id))
             # What a handler takes for as long as its response runs, it gives back by a callback.
             state["at_end"] = at_end
             try:
@@ -56,7 +62,11 @@ class RequestMiddleware:
                     await internal_error()(scope, receive, send_with_id)
                 status = 500
             finally:
-                self._metrics.count(_endpoint(scope), status)
+                endpoint = _endpoint(scope)
+                self._metrics.count(endpoint, status)
+                if self._access_log:
+                    seconds = round(time.perf_counter() - began, 4)
+                    request_log.log_request(scope["method"], endpoint, status, seconds)
 
 
 def _request_id(given: str | None) -> str:
