@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from loramux.guide import Guide
 from loramux.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from loramux.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "Guide", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:

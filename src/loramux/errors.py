@@ -3,7 +3,7 @@
 LoramuxError
 ├── ConfigError                 an option of the command line or of a constructor
 ├── ModelNotServable            the base model cannot be served, with the reason
-├── MissingPackage              a package that only this command needs is not installed
+├── MissingPackage              a package that only this command or request needs is not installed
 ├── EngineStopped               the engine has been shut down or has failed
 ├── RequestError                a request that cannot be run
 │   ├── InvalidRequest          400
@@ -52,7 +52,9 @@ class ModelNotServable(LoramuxError):
 
 
 class MissingPackage(LoramuxError):
-    """A package that only some commands need is not installed."""
+    """A package that only some commands or requests need is not installed."""
+
+    http_status = 501
 
     def __init__(self, package: str, why: str) -> None:
         super().__init__(f"the package {package} is not installed; {why}: pip install {package}")

@@ -16,9 +16,9 @@ PENDING_TOKEN = -1
 """As the only token of a sequence's step: what the step launched just before samples for it.
 
 The host does not know it yet and the worker need not wait for it, because steps run in the order in
-which they are launched. The sample of such a row has no penalties and no forbidden tokens. The row
-is wasted when that token turns out to end the sequence or to be an error: it must do no harm then,
-and nobody reads its result.
+which they are launched. The sample of such a row has no penalties, no forbidden tokens and no mask
+of allowed ones. The row is wasted when that token turns out to end the sequence or to be an error:
+it must do no harm then, and nobody reads its result.
 """
 
 
@@ -53,6 +53,8 @@ class Sample(NamedTuple):
     """Place in the output of the token to choose, from 0; a pending token is counted."""
     forbidden: tuple[int, ...] = ()
     """Tokens that may not be chosen now (ends before ``min_tokens``)."""
+    allowed: bytes | None = None
+    """The tokens that a guide allows now, as in ``guide.Matcher``; None allows all."""
 
 
 class SequenceStep(NamedTuple):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NewType
 
 from loramux.errors import InvalidRequest
+from loramux.guide import Grammar, Guide
 
 AdapterId = NewType("AdapterId", str)
 """Digest of an adapter's weights and effective configuration; a name is a label on it."""
@@ -60,6 +61,8 @@ class SamplingParams:
     logprobs: int | None = None
     """Log-probability of each chosen token and of this many most likely ones."""
     prompt_logprobs: int | None = None
+    guide: Guide | None = None
+    """What the answer must look like; it ends where that is complete."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
@@ -93,6 +96,22 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false", name)
+        self._check_guide()
+
+    def _check_guide(self) -> None:
+        guide = self.guide
+        if guide is None:
+            return
+        if not isinstance(guide, Guide):
+            raise InvalidRequest(f"guide must be a Guide, not {guide!r}", "guide")
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(self, name):
+                # Where the guide is complete nothing but an end may follow.
+                raise InvalidRequest(
+                    f"{name} and {guide.param} contradict each other, since the latter says where "
+                    "the answer ends: leave one of them out",
+                    name,
+                )
 
     @property
     def greedy(self) -> bool:
@@ -277,6 +296,9 @@ class GenerationRequest:
     codec: object = None
     """The ``TextCodec`` that the tokens are for: an adapter with another one is not to have them.
     None: anybody's."""
+    grammar: Grammar | None = None
+    """What that codec has made of ``params.guide``. None: the engine has it made when it admits the
+    request, which may take a second."""
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 import logging
 import random
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from loramux.engine.text import Detokenizer, HFText
 from loramux.errors import InvalidRequest
 from tests.cpu.engines import word_tokenizer
-
-TESTS = Path(__file__).parents[1]
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Byte-level BPE with a chat template: the tokens 0 to 255 are bytes, 294 to 299 special."""
-    folder = tmp_path_factory.mktemp("byte_level")
-    load(TESTS / "conformance/make_cases.py").save_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """BPE over characters, a mark for spaces, no chat template."""
-    folder = tmp_path_factory.mktemp("tiny")
-    with contextlib.redirect_stdout(io.StringIO()):
-        load(TESTS / "tiny/make_tiny.py").make_base(str(folder))
-    return AutoTokenizer.from_pretrained(folder)
-
-
-WORDS = ["▁", "▁▁", "▁Hello", "▁world", "a", "!", "é"]
-
-
-@pytest.fixture(scope="session")
-def sentencepiece() -> Any:
-    """As Llama 2 has it: bytes for unknown characters, a space stripped where a text begins."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in tokens[:3]])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+from tests.cpu.tokenizers_of_kinds import WORDS
 
 
 def pieces(tokenizer: Any, ids: list[int], *, skip: bool = True) -> list[str]:

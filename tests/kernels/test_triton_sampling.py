@@ -185,6 +185,17 @@ def test_penalised_rows_and_others_are_drawn_in_one_batch(
     assert_chosen_as_by_torch(random_logits(6, vocab=300), samples, device)
 
 
+def test_rows_with_a_guide_and_others_are_drawn_in_one_batch(
+    device: torch.device, sizes_of: SizesOf
+) -> None:
+    sizes_of(64, 32)
+    samples = seeded(FILTERS)
+    for i in range(0, len(samples), 2):
+        mask = 1 << (7 * i) | 1 << 130 | 1 << 131 | 1 << (290 - i)
+        samples[i] = samples[i]._replace(allowed=mask.to_bytes(38, "little"))
+    assert_chosen_as_by_torch(random_logits(len(samples), vocab=300), samples, device)
+
+
 def test_rows_may_stand_apart_in_memory(device: torch.device, sizes_of: SizesOf) -> None:
     sizes_of(64, 32)
     logits = random_logits(4, vocab=300)

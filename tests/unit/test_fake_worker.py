@@ -94,6 +94,7 @@ def test_a_token_cannot_be_pending_for_longer_than_a_step() -> None:
         ({"tokens": [1, 2, 4]}, "not those of the cache"),
         ({"params": SamplingParams(presence_penalty=1.0)}, "penalties"),
         ({"forbidden": (7,)}, "forbidden"),
+        ({"allowed": b"\x01"}, "guide allows"),
     ],
     ids=str,
 )

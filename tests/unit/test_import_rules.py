@@ -2,7 +2,7 @@
 
 cli, deploy, demo -> server, engine -> scheduling -> adapters
 engine.build -> worker -> model -> lora -> ops
-types, errors, config, plan below everything
+types, errors, guide, config, plan below everything
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import loramux
 from tests.unit.import_graph import Import, first_loads, imports_of, read_package
 
-_PURE = ("types", "errors", "config", "plan")
+_PURE = ("types", "errors", "guide", "config", "plan")
 _ADAPTERS = ("adapters", "adapters.spec", "adapters.fusions")
 _ENGINE = ("engine", "engine.interface")
 _WORKER = ("worker", "model", "lora", "ops", "ops.tuning")
@@ -25,9 +25,10 @@ _FRONT = ("server", *_ENGINE, "engine.build", *_ADAPTERS, *_PURE, "loramux")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # A part is named without "loramux."; "loramux" itself is the package's __init__. The longest
     # name that fits a module is its part. A part may always import itself.
-    "loramux": ("types", *_ENGINE, "engine.llm"),
+    "loramux": ("types", "guide", *_ENGINE, "engine.llm"),
     "errors": (),
-    "types": ("errors",),
+    "guide": ("errors",),
+    "types": ("guide", "errors"),
     "config": ("errors",),
     "plan": ("types", "errors"),
     "adapters.spec": _PURE,
@@ -83,7 +84,9 @@ WITH_TORCH = (
 )  # fmt: skip
 """Modules inside the parts above that read tensors; nothing there may load them at its start."""
 
-HEAVY = ("torch", "transformers", "peft", "triton", "safetensors.torch", "flashinfer")
+HEAVY = (
+    "torch", "transformers", "peft", "triton", "safetensors.torch", "flashinfer", "llguidance",
+)  # fmt: skip
 
 PACKAGE = Path(loramux.__file__).parent
 GRAPH = read_package(PACKAGE)

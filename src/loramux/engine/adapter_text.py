@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,22 +51,27 @@ class LanguageReader:
         with _refusal(name):
             files = _read_files(directory)
             if not files:
-                text = AdapterText(self._base, vocab_size)
+                text = AdapterText(self._base, vocab_size, self._eos_token_ids)
                 return Language(text, self._eos_token_ids, warnings=(_NO_TOKENIZER,))
             tokenizer = _load(files)
             _check(tokenizer, vocab_size)
             tokenizer.chat_template = tokenizer.chat_template or self._base.chat_template
-            text = AdapterText(tokenizer, vocab_size)
             eos = tokenizer.eos_token_id
             ends = self._eos_token_ids | ({eos} if isinstance(eos, int) else set())
+            text = AdapterText(tokenizer, vocab_size, ends)
         return Language(text, ends, _digest(files))
 
 
 class AdapterText(HFText):
     """Text by a tokenizer that is for one adapter: what it fails at harms nobody else."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-        super().__init__(tokenizer)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        vocab_size: int,
+        eos_token_ids: Collection[int] = (),
+    ) -> None:
+        super().__init__(tokenizer, eos_token_ids)
         self._known = min(vocab_size, _num_ids(tokenizer))
         self._has_failed = False
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from loramux.adapters.catalog import Catalog, Entry
 from loramux.engine.languages import Languages
 from loramux.errors import AdapterReplaced, InvalidRequest
+from loramux.guide import Grammar
 from loramux.scheduling.request import Request
 from loramux.types import GenerationRequest, RequestId
 
@@ -30,6 +31,8 @@ class _Needs:
     request: GenerationRequest
     extremes: Mapping[str, tuple[int, int]]
     """The least and the largest token id of each field that has any."""
+    codec: object
+    """Whose tokens and grammar they are; None: anybody's."""
 
 
 class Admission:
@@ -43,7 +46,8 @@ class Admission:
     def admit(self, request: GenerationRequest) -> list[Request]:
         """One sequence for each completion asked for, all holding the adapter.
 
-        Raises UnknownModel, AdapterReplaced or InvalidRequest, and then holds nothing.
+        A guide without its grammar is compiled here. Raises UnknownModel, AdapterReplaced,
+        InvalidRequest or MissingPackage, and then holds nothing.
         """
         params = request.params
         prompt = list(request.prompt_token_ids)
@@ -55,7 +59,9 @@ class Admission:
                 "min_tokens",
             )
         named = {"prompt": prompt, "stop_token_ids": params.stop_token_ids}
-        needs = _Needs(request, {p: (min(ids), max(ids)) for p, ids in named.items() if ids})
+        grammar, codec = self._grammar(request)
+        extremes = {p: (min(ids), max(ids)) for p, ids in named.items() if ids}
+        needs = _Needs(request, extremes, codec)
         parent_id = request.request_id or RequestId(f"req-{uuid.uuid4().hex}")
         seed = random.getrandbits(63) if params.seed is None else params.seed
         adapter_id = self.catalog.hold(
@@ -72,9 +78,21 @@ class Admission:
                 tokens=list(prompt),
                 num_prompt_tokens=len(prompt),
                 max_total_tokens=max_total,
+                matcher=None if grammar is None else grammar.matcher(),
             )
             for index in range(params.n)
         ]
+
+    def _grammar(self, request: GenerationRequest) -> tuple[Grammar | None, object]:
+        """What the request's guide has become, and the codec that tokens and grammar are for."""
+        guide = request.params.guide
+        if guide is None or request.grammar is not None:
+            return None if guide is None else request.grammar, request.codec
+        codec = request.codec
+        text = self._languages.of(self.catalog.id_of(request.model)).text
+        if codec is not None and codec is not text:
+            raise AdapterReplaced(str(request.model))
+        return text.compile(guide), text
 
     def _check_tokens(self, prompt: Sequence[int]) -> None:
         if not prompt:
@@ -92,8 +110,7 @@ class Admission:
             if wrong is not None:
                 raise InvalidRequest(f"token id {wrong} is not in 0 … {vocab - 1}", param)
         adapter_id = None if entry is None else entry.adapter_id
-        codec = needs.request.codec
-        if codec is not None and codec is not self._languages.of(adapter_id).text:
+        if needs.codec is not None and needs.codec is not self._languages.of(adapter_id).text:
             raise AdapterReplaced(str(needs.request.model))
 
     def _check_length(self, prompt: int, max_tokens: int | None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from loramux.engine.completion import CompletionText
 from loramux.engine.interface import Detokenizer
+from loramux.guide import GuideFailed
 from loramux.plan import SequenceResult
 from loramux.scheduling.request import Request
 from loramux.scheduling.stop import Finish, StopText, StopTokens
@@ -41,8 +42,21 @@ class Answer:
         """The delta of a token that has just been added to the request."""
         assert result.token_id is not None
         text, finish = self._text.push(result.token_id)
-        logprobs = () if result.logprobs is None else (result.logprobs,)
-        return self._delta(text, finish, token_ids=(result.token_id,), logprobs=logprobs)
+        error: str | None = None
+        if finish is None or finish.reason == "length":
+            guided, error = self._follow_guide(result.token_id)
+            if guided is not None and finish is None:
+                text += self._text.finish()
+                finish = guided
+            elif guided is not None and guided.reason == "stop":
+                finish = guided  # what is complete has not been cut off
+        return self._delta(
+            text,
+            finish,
+            token_ids=(result.token_id,),
+            logprobs=() if result.logprobs is None else (result.logprobs,),
+            error=error if finish is not None and finish.reason == "error" else None,
+        )
 
     def fail(self, error: str) -> Delta:
         """The last delta of a completion that cannot go on."""
@@ -51,6 +65,16 @@ class Answer:
     def abort(self) -> Delta:
         """The last delta of a completion that nobody waits for."""
         return self._delta(self._text.finish(), Finish("abort"))
+
+    def _follow_guide(self, token_id: int) -> tuple[Finish | None, str | None]:
+        """How the newest token ends the answer by its guide, if so, and what is wrong with it."""
+        matcher = self._request.matcher
+        try:
+            if matcher is None or not matcher.push(token_id):
+                return None, None
+        except GuideFailed as failure:
+            return Finish("error"), f"the answer cannot go on as its guide demands: {failure}"
+        return Finish("stop"), None
 
     def _delta(
         self,

@@ -183,7 +183,7 @@ def assemble(
         )
         log.info("self-check passed: logits within %.1e standard deviations", worst)
     languages = Languages(
-        Language(HFText(tokenizer), model.eos_token_ids),
+        Language(HFText(tokenizer, model.eos_token_ids), model.eos_token_ids),
         LanguageReader(tokenizer, model.eos_token_ids).read,
     )
     catalog = Catalog(base_name)

@@ -335,5 +335,5 @@ def _must_be_known(part: SequenceStep) -> bool:
     sample = part.sample
     if sample is None:
         return False
-    # Penalties look at every token of the output, and what is forbidden changes as it grows.
-    return sample.params.penalised or bool(sample.forbidden)
+    # Penalties look at every token of the output, and what is forbidden or allowed changes with it.
+    return sample.params.penalised or bool(sample.forbidden) or sample.allowed is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from loramux.adapters.spec import PreparedAdapter
+from loramux.guide import Grammar, Guide
 from loramux.plan import SlotOrder, StepPlan, StepResult
 from loramux.types import (
     AdapterId,
@@ -99,6 +100,13 @@ class TextCodec(Protocol):
         """
         ...
 
+    def compile(self, guide: Guide) -> Grammar:
+        """A guide made ready, which may take a second; for any thread.
+
+        Raises InvalidRequest for one that cannot be followed, MissingPackage without llguidance.
+        """
+        ...
+
 
 class Detokenizer(Protocol):
     """Text of one completion, token by token, in whole characters."""
@@ -144,7 +152,8 @@ class Engine(Protocol):
     def submit(self, request: GenerationRequest) -> Stream:
         """Queue a request. Raises RequestError (UnknownModel, InvalidRequest, AdapterReplaced) at
         once, so that a server can answer with a status before it starts a stream; EngineStopped
-        when it is down.
+        when it is down. A guide that comes without its grammar is compiled here, which holds up
+        the event loop, and raises MissingPackage without llguidance.
         """
         ...
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from loramux.engine.grammars import CompiledGrammar, Grammars
 from loramux.errors import InvalidRequest
+from loramux.guide import Guide
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer writes for bytes that are no whole character, or not yet."""
@@ -23,8 +25,12 @@ _MOST_SILENT = 64
 class HFText:
     """The engine's TextCodec over ``tokenizer``."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int] = ()
+    ) -> None:
+        """``eos_token_ids`` end a text; there are no guides without."""
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, eos_token_ids)
         self._decode = _decoder_of(tokenizer)
         self._special = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -75,6 +81,10 @@ class HFText:
                 f"the model's chat template refuses the messages: {error}", "messages"
             ) from error
         return _flat_ids(ids)
+
+    def compile(self, guide: Guide) -> CompiledGrammar:
+        """Raises InvalidRequest for a guide that cannot be followed, or MissingPackage."""
+        return self._grammars.compile(guide)
 
 
 def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:

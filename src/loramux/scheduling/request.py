@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from loramux.guide import Matcher
 from loramux.types import AdapterId, RequestId, SamplingParams, TokenLogprobs
 
 
@@ -27,6 +28,8 @@ class Request:
     num_prompt_tokens: int
     max_total_tokens: int
     """Prompt and output together may be this long."""
+    matcher: Matcher | None = None
+    """What follows its output through its guide, with each token that lands."""
     arrival: int = 0
     """Place in the order of arrival, given by the scheduler."""
     num_in_flight: int = 0

@@ -399,6 +399,7 @@ class Scheduler:
                 num_prompt_tokens=request.num_prompt_tokens,
                 position=num_tokens - request.num_prompt_tokens,
                 forbidden=self._forbidden_tokens(request) if request.params.min_tokens else (),
+                allowed=None if request.matcher is None else request.matcher.allowed,
             )
         wants_prompt = request.wants_prompt_logprobs
         return SequenceStep(

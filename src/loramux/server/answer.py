@@ -10,6 +10,7 @@ from typing import Self
 
 from loramux.engine.interface import Engine, Stream, TextCodec
 from loramux.errors import EngineStopped
+from loramux.guide import Grammar
 from loramux.server.errors import DeadlineExceeded, GenerationFailed
 from loramux.server.limits import Account
 from loramux.server.metrics import Timer
@@ -78,6 +79,7 @@ class Answer:
         *,
         model: str | None,
         codec: TextCodec,
+        grammar: Grammar | None,
         timer: Timer,
         seconds: float,
         account: Account,
@@ -98,7 +100,11 @@ class Answer:
         try:
             for token_ids in prompts:
                 request = GenerationRequest(
-                    prompt_token_ids=token_ids, params=params, model=model, codec=codec
+                    prompt_token_ids=token_ids,
+                    params=params,
+                    model=model,
+                    codec=codec,
+                    grammar=grammar,
                 )
                 self._streams.append(engine.submit(request))
         except BaseException:

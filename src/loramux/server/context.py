@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -30,6 +31,10 @@ class ServerContext:
     """Unix time of the start, which ``/v1/models`` reports."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set once the server has been told to stop: it takes no new work."""
+    compilers: Executor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="loramux-guide")
+    )
+    """Make guides ready: so few that a flood of bad ones takes no thread from other work."""
 
     def check_ready(self) -> None:
         """Raise EngineStopped where new work has no place."""

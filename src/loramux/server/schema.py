@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
 )
 
 from loramux.errors import InvalidRequest
+from loramux.guide import Guide
 from loramux.types import SamplingParams
 
 Prompt = str | list[int]
@@ -131,6 +133,10 @@ class GenerationFields(_Strict):
     return_token_ids: bool | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds until the answer must be complete, at most the server's own limit."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     user: str | None = None
     """Names the caller's end user; by OpenAI's definition it changes nothing in the answer."""
 
@@ -143,7 +149,31 @@ class GenerationFields(_Strict):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", "stream_options")
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | more
+        values["guide"] = self._guide()
         return SamplingParams(**{name: v for name, v in values.items() if v is not None})
+
+    def _guide(self) -> Guide | None:
+        """What the answer must look like. Raises InvalidRequest."""
+        asked = self._guides()
+        if len(asked) > 1:
+            names = " and ".join(asked)
+            raise InvalidRequest(f"{names} exclude each other: send one of them", next(iter(asked)))
+        return next((make(name) for name, make in asked.items()), None)
+
+    def _guides(self) -> dict[str, Callable[[str], Guide]]:
+        """The fields that ask for a guide, and how each becomes one by its name."""
+        schema, regex = self.guided_json, self.guided_regex
+        choices, grammar = self.guided_choice, self.guided_grammar
+        asked: dict[str, Callable[[str], Guide]] = {}
+        if schema is not None:
+            asked["guided_json"] = lambda name: Guide.json(schema, name)
+        if regex is not None:
+            asked["guided_regex"] = lambda name: Guide.regex(regex, name)
+        if choices is not None:
+            asked["guided_choice"] = lambda name: Guide.choice(choices, name)
+        if grammar is not None:
+            asked["guided_grammar"] = lambda name: Guide.grammar(grammar, name)
+        return asked
 
 
 class CompletionRequest(GenerationFields):
@@ -204,6 +234,40 @@ class ChatMessage(_Strict):
         return {"role": role, "content": "\n".join(part.text for part in self.content)}
 
 
+class TextFormat(_Strict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Strict):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Strict):
+    """A JSON schema; the name and the description are for the caller, and change nothing."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None
+    """Answers always keep to the schema."""
+
+
+class JsonSchemaFormat(_Strict):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
 class ChatRequest(GenerationFields):
     """``POST /v1/chat/completions``."""
 
@@ -217,7 +281,6 @@ class ChatRequest(GenerationFields):
         "parallel_tool_calls": (None, True, False),
         "prediction": (None,),
         "reasoning_effort": (None,),
-        "response_format": (None, {"type": "text"}),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
         "tool_choice": (None, "none", "auto"),
@@ -231,6 +294,7 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
 
     def params(self) -> SamplingParams:
         """Raises InvalidRequest for a value out of range or fields that contradict each other."""
@@ -245,6 +309,16 @@ class ChatRequest(GenerationFields):
             max_tokens=limits.pop() if limits else None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
+
+    def _guides(self) -> dict[str, Callable[[str], Guide]]:
+        asked = super()._guides()
+        wanted = self.response_format
+        if isinstance(wanted, JsonObjectFormat):
+            asked["response_format"] = lambda name: Guide.json({"type": "object"}, name)
+        elif isinstance(wanted, JsonSchemaFormat):
+            schema = wanted.json_schema.schema_
+            asked["response_format"] = lambda name: Guide.json(schema, name)
+        return asked
 
 
 class TokenizeRequest(_Strict):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from loramux.errors import InvalidRequest
+from loramux.guide import Guide, GuideFailed
 
 
 class FakeCodec:
@@ -29,6 +31,12 @@ class FakeCodec:
             raise InvalidRequest("the model has no chat template", "messages")
         return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
 
+    def compile(self, guide: Guide) -> FakeGrammar:
+        """A choice as it is meant, any other guide as its own text; ``bad`` is refused."""
+        if guide.text == "bad":
+            raise InvalidRequest(f"{guide.param} cannot be followed: it is bad", guide.param)
+        return FakeGrammar(guide.choices() if guide.kind == "choice" else [guide.text])
+
     def detokenizer(self, *, skip_special_tokens: bool = True) -> FakeDetokenizer:
         """No token is special, so all are shown."""
         return FakeDetokenizer()
@@ -42,3 +50,33 @@ class FakeDetokenizer:
 
     def finish(self) -> str:
         return ""
+
+
+@dataclass(frozen=True)
+class FakeGrammar:
+    """A ``Grammar`` of some texts; none of them may begin another, since no token ends a text."""
+
+    texts: Sequence[str]
+
+    def matcher(self) -> FakeMatcher:
+        return FakeMatcher(self.texts)
+
+
+class FakeMatcher:
+    """The ``Matcher`` of a FakeGrammar."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._rests = list(texts)
+
+    @property
+    def allowed(self) -> bytes:
+        mask = 0
+        for rest in self._rests:
+            mask |= 1 << ord(rest[0])
+        return mask.to_bytes(mask.bit_length() // 8 + 1, "little")
+
+    def push(self, token_id: int) -> bool:
+        self._rests = [rest[1:] for rest in self._rests if rest[0] == chr(token_id)]
+        if not self._rests:
+            raise GuideFailed(f"{chr(token_id)!r} does not go on with any of the texts")
+        return not all(self._rests)

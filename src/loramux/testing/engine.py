@@ -44,7 +44,8 @@ class FakeEngine:
     many tokens; ``failure`` may be set at any time and takes the engine down. ``requests`` holds
     all that was submitted, ``aborted`` the ids of requests that were aborted while they ran,
     ``rules`` those of each load. ``running_adapters`` and ``waiting_adapters`` are what the
-    statistics say of them. An adapter in ``codecs`` has a codec of its own.
+    statistics say of them. An adapter in ``codecs`` has a codec of its own. Guides
+    change no answer.
     """
 
     def __init__(

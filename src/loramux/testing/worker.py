@@ -261,7 +261,8 @@ class FakeWorker:
         if (error := self.row_errors.pop(sequence.request_id, None)) is not None:
             return SequenceResult(sequence.request_id, prompt_logprobs=prompt, error=error)
         seed = None if sample.params.greedy else sample.seed
-        token = _next_token(context, adapter_id, seed, sample.forbidden)
+        forbidden = (*sample.forbidden, *_not_allowed(sample.allowed))
+        token = _next_token(context, adapter_id, seed, forbidden)
         top = sample.params.logprobs
         return SequenceResult(
             sequence.request_id,
@@ -282,6 +283,7 @@ def _check_sample(sequence: SequenceStep) -> None:
     if is_pending:
         assert not sample.params.penalised, "penalties need the token that is pending"
         assert not sample.forbidden, "forbidden tokens change while a token is pending"
+        assert sample.allowed is None, "what a guide allows changes while a token is pending"
         assert sequence.prompt_logprobs is None
 
 
@@ -300,6 +302,14 @@ def _next_token(
     while token in forbidden:
         token = (token + 1) % VOCAB_SIZE
     return token
+
+
+def _not_allowed(allowed: bytes | None) -> list[int]:
+    """What a guide leaves out of the vocabulary."""
+    if allowed is None:
+        return []
+    mask = int.from_bytes(allowed, "little")
+    return [token for token in range(VOCAB_SIZE) if not mask >> token & 1]
 
 
 def _logprob(context: Sequence[_Content | None], token: int, top: int) -> TokenLogprobs:

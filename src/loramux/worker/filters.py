@@ -1,8 +1,8 @@
-"""From logits to the weights of a draw: penalties, temperature, top_k, top_p, min_p.
+"""From logits to the weights of a draw: guides, penalties, temperature, top_k, top_p, min_p.
 
-The order and the meaning are those of transformers' ``generate``. All rows go through each filter
-at once, and what a filter does to a row depends on that row alone. Nothing here waits for the
-device: sizes and indices come from the samples, never from the logits.
+The order and the meaning of all but guides are those of transformers' ``generate``. All rows go
+through each filter at once, and what a filter does to a row depends on that row alone. Nothing here
+waits for the device: sizes and indices come from the samples, never from the logits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ from loramux.worker.transfer import Rows, upload, upload_all
 
 
 def adjust(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """A float32 copy of ``logits [rows, vocab]``, penalised, and -inf for forbidden tokens."""
+    """A float32 copy of ``logits [rows, vocab]``, penalised, and -inf for tokens that may not come:
+    those that are forbidden, and those that a guide does not allow."""
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     vocab = scores.shape[1]
     histories = {row: _history(s) for row, s in enumerate(samples) if s.params.penalised}
-    seen, penalty, said, cost, forbidden = upload_all(
+    masks, seen, penalty, said, cost, forbidden = upload_all(
         (
+            _masks(samples, vocab),
             *_repetitions(samples, histories, vocab),
             *_outputs(samples, histories, vocab),
             _forbidden(samples, vocab),
         ),
         scores.device,
     )
+    _keep_allowed(scores, masks, samples)
     flat = scores.view(-1)
     # A token comes as often as it was seen, and each time the same is written to its place.
     if len(seen):
@@ -42,6 +45,36 @@ def adjust(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
     if len(forbidden):
         flat.index_fill_(0, forbidden, -torch.inf)
     return scores
+
+
+def _masks(samples: Sequence[Sample], vocab: int) -> np.ndarray:
+    """The allowed tokens of each row that has a guide, joined: uint8, each byte for eight tokens.
+
+    As long as a row of logits, whatever the tokenizer has.
+    """
+    given = [sample.allowed for sample in samples if sample.allowed is not None]
+    masks = np.zeros((len(given), _mask_bytes(vocab)), dtype=np.uint8)
+    for mask, allowed in zip(masks, given, strict=True):
+        known = np.frombuffer(allowed, dtype=np.uint8)[: len(mask)]
+        mask[: len(known)] = known
+    return masks.reshape(-1)
+
+
+def _keep_allowed(scores: Tensor, masks: Tensor, samples: Sequence[Sample]) -> None:
+    """Put to -inf what the guides of rows do not allow; ``masks`` as above, on the device."""
+    guided = [row for row, sample in enumerate(samples) if sample.allowed is not None]
+    if not guided:
+        return
+    num_rows, vocab = scores.shape
+    rows = Rows(guided, num_rows, scores.device)
+    places = torch.arange(8, dtype=torch.uint8, device=scores.device)
+    bits = masks.view(len(guided), _mask_bytes(vocab), 1) >> places & 1
+    allowed = bits.flatten(1)[:, :vocab].bool()
+    rows.replace(scores, rows.of(scores).masked_fill(~allowed, -torch.inf))
+
+
+def _mask_bytes(vocab: int) -> int:
+    return -(-vocab // 8)
 
 
 def _history(sample: Sample) -> np.ndarray:

@@ -135,7 +135,7 @@ def choose(logits: Tensor, samples: Sequence[Sample], draw: Draw = draw_by_torch
         rows = Rows(part, len(samples), logits.device)
         found = _choose_adjusted(rows.of(logits), [samples[i] for i in part], draw)
         best = rows.of(choice.best)
-        # What made the row unsound may be gone with a forbidden token, and the row still is.
+        # What made the row unsound may be gone with a token that may not come; the row still is.
         rows.replace(choice.best, torch.where(best.isfinite(), found.best, best))
         rows.replace(choice.token_ids, found.token_ids)
     return choice
@@ -143,6 +143,8 @@ def choose(logits: Tensor, samples: Sequence[Sample], draw: Draw = draw_by_torch
 
 def _is_adjusted(sample: Sample) -> bool:
     """Whether the row is chosen from by other scores than its raw logits."""
+    if sample.allowed is not None:
+        return True
     return sample.params.penalised or bool(sample.forbidden)
 
 
@@ -154,7 +156,7 @@ def _best(logits: Tensor) -> Choice:
 
 
 def _choose_adjusted(logits: Tensor, samples: Sequence[Sample], draw: Draw) -> Choice:
-    """Choose for rows that have penalties or forbidden tokens."""
+    """Choose for rows that have penalties, forbidden tokens or a guide."""
     scores = adjust(logits, samples)
     choice = _best(scores)
     draw(scores, choice, {i: s for i, s in enumerate(samples) if not s.params.greedy})
