@@ -480,6 +480,7 @@ async def test_a_client_that_does_not_read_pays_all_the_same(engine: FakeEngine)
         SamplingParams(max_tokens=50, ignore_eos=True),
         model=None,
         codec=engine.text,
+        grammar=None,
         timer=Metrics(engine, max_adapters=0, accounts=()).timer("/v1/completions"),
         seconds=60,
         account=account,
