@@ -55,4 +55,10 @@ def test_adapters_survive_a_restart_and_are_read_when_they_are_asked_for(
         assert (info["name"], info["pinned"], info["tier"]) == (kept, True, "source")
         assert_golden(server, kept, tiny_golden)
         assert told(server, "GET", f"/v1/adapters/{kept}")["tier"] == "slot"
-        assert server.stop() == 0
+        told(server, "POST", "/v1/adapters", name=gone, source=str(tiny_adapters[gone]))
+        server.process.kill()
+        server.process.wait()
+    with serve(tiny_base, {}, *options) as server:
+        names = [info["name"] for info in told(server, "GET", "/v1/adapters")["data"]]
+        assert names == [kept, gone], "after a kill, too"
+        assert_golden(server, gone, tiny_golden)

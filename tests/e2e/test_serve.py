@@ -208,3 +208,43 @@ def test_a_bad_adapter_at_start_is_one_line_and_exit_code_one(
         serve(tiny_base, {"x": tmp_path}, "--threads=1"),
     ):
         pass
+
+
+def test_sigterm_under_load_loses_no_request_that_was_taken(
+    tiny_base: Path, tiny_adapters: dict[str, Path]
+) -> None:
+    names = ["base", *tiny_adapters]
+    options = ("--served-model-name=base", "--max-loras=2", "--dtype=float32", "--threads=1")
+
+    async def load(server: ServerProcess) -> list[list[str]]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            begun = asyncio.Event()
+            num_begun = 0
+
+            async def ask(name: str) -> list[str]:
+                nonlocal num_begun
+                stream = await client.completions.create(
+                    model=name,
+                    prompt=[5, 6, 7],
+                    max_tokens=40,
+                    temperature=0,
+                    stream=True,
+                    extra_body={"ignore_eos": True, "return_token_ids": True},
+                )
+                num_begun += 1
+                if num_begun == NUM_STREAMS:
+                    begun.set()
+                return [c.choices[0].finish_reason or "" async for c in stream if c.choices]
+
+            tasks = [asyncio.create_task(ask(names[i % len(names)])) for i in range(NUM_STREAMS)]
+            await begun.wait()
+            server.process.terminate()
+            return await asyncio.gather(*tasks)
+
+    with serve(tiny_base, tiny_adapters, *options) as server:
+        answers = asyncio.run(load(server))
+        assert server.process.wait(timeout=60) == 0
+    assert [reasons[-1] for reasons in answers] == ["length"] * NUM_STREAMS
+
+
+NUM_STREAMS = 24
