@@ -153,3 +153,27 @@ async def test_request_id_that_is_not_sane_is_replaced(
 async def test_errors_carry_the_request_id_too(client: httpx.AsyncClient) -> None:
     response = await client.get("/nowhere", headers={"X-Request-Id": "trace-8"})
     assert response.headers["x-request-id"] == "trace-8"
+
+
+def test_the_description_tells_of_errors_streams_and_keys() -> None:
+    document = create_app(FakeEngine()).openapi()
+    operations = {
+        (method, path): operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    for operation in operations.values():
+        assert "422" not in operation["responses"]
+        error = operation["responses"]["default"]["content"]["application/json"]["schema"]
+        assert error == {"$ref": "#/components/schemas/Error"}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert "text/event-stream" in operations["post", path]["responses"]["200"]["content"]
+    assert list(operations["get", "/metrics"]["responses"]["200"]["content"]) == ["text/plain"]
+    assert document["security"] == [{}, {"key": []}]
+
+
+async def test_errors_have_the_shape_that_is_described(client: httpx.AsyncClient) -> None:
+    schema = create_app(FakeEngine()).openapi()["components"]["schemas"]["Error"]
+    wanted = schema["properties"]["error"]["required"]
+    for path in ("/v1/models/nobody", "/nowhere"):
+        assert list((await client.get(path)).json()["error"]) == wanted

@@ -71,6 +71,7 @@ async def test_an_adapter_with_a_tokenizer_of_its_own_is_asked() -> None:
         ("/detokenize", {"tokens": [-1]}, 400, "tokens.0"),
         ("/detokenize", {"tokens": [2**31]}, 400, "tokens.0"),
         ("/detokenize", {"tokens": [1.5]}, 400, "tokens.0"),
+        ("/detokenize", {"tokens": [2**31 - 1]}, 400, "does not have"),
         ("/detokenize", {"tokens": [1], "model": "nobody"}, 404, "nobody"),
     ],
 )

@@ -26,6 +26,7 @@ router = APIRouter()
 
 @router.post(
     "/v1/load_lora_adapter",
+    response_class=PlainTextResponse,
     dependencies=[ADMIN_ONLY],
     openapi_extra=request_body(LoadAdapterRequest),
 )
@@ -44,6 +45,7 @@ async def load_adapter(request: Request, context: Context) -> Response:
 
 @router.post(
     "/v1/unload_lora_adapter",
+    response_class=PlainTextResponse,
     dependencies=[ADMIN_ONLY],
     openapi_extra=request_body(UnloadAdapterRequest),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from loramux import __version__
@@ -70,7 +70,7 @@ async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(context: Context) -> Response:
     """Metrics in Prometheus' text format."""
     return Response(generate_latest(context.metrics.registry), media_type=CONTENT_TYPE_LATEST)

@@ -16,7 +16,7 @@ from loramux.server.answer import Part, Usage
 from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
-from loramux.server.openapi import request_body
+from loramux.server.openapi import STREAMED, request_body
 from loramux.server.reply import reply
 from loramux.server.schema import ChatRequest
 from loramux.server.tokens import compile_guide, render_chat
@@ -24,7 +24,7 @@ from loramux.server.tokens import compile_guide, render_chat
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest))
+@router.post("/v1/chat/completions", openapi_extra=request_body(ChatRequest), responses=STREAMED)
 async def create_chat_completion(request: Request, context: Context, caller: Asker) -> Response:
     """Answer a conversation; see ``ChatRequest`` for the fields."""
     body = await read_json(request, ChatRequest, limit=context.options.max_body_bytes)

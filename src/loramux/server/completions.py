@@ -16,7 +16,7 @@ from loramux.server.answer import Part, Usage
 from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
-from loramux.server.openapi import request_body
+from loramux.server.openapi import STREAMED, request_body
 from loramux.server.reply import reply
 from loramux.server.schema import CompletionRequest, Prompt
 from loramux.server.tokens import compile_guide, encode
@@ -24,7 +24,7 @@ from loramux.server.tokens import compile_guide, encode
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=request_body(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=request_body(CompletionRequest), responses=STREAMED)
 async def create_completion(request: Request, context: Context, caller: Asker) -> Response:
     """Continue each prompt; see ``CompletionRequest`` for the fields."""
     body = await read_json(request, CompletionRequest, limit=context.options.max_body_bytes)

@@ -6,6 +6,7 @@ import asyncio
 from concurrent.futures import Executor
 
 from loramux.engine.interface import TextCodec
+from loramux.errors import InvalidRequest
 from loramux.guide import Grammar, Guide
 from loramux.server.schema import Prompt
 
@@ -25,10 +26,18 @@ async def encode(codec: TextCodec, prompt: Prompt) -> list[int]:
 
 
 async def decode(codec: TextCodec, tokens: list[int]) -> str:
-    """The text of tokens, special ones included."""
-    if len(tokens) <= _INLINE_TOKENS:
-        return codec.decode(tokens, skip_special_tokens=False)
-    return await asyncio.to_thread(codec.decode, tokens, skip_special_tokens=False)
+    """The text of tokens, special ones included. Raises InvalidRequest for what are none.
+
+    Most tokenizers leave out tokens that they do not have, and some fail at them.
+    """
+    try:
+        if len(tokens) <= _INLINE_TOKENS:
+            return codec.decode(tokens, skip_special_tokens=False)
+        return await asyncio.to_thread(codec.decode, tokens, skip_special_tokens=False)
+    except (ValueError, LookupError, OverflowError, TypeError) as error:
+        raise InvalidRequest(
+            "tokens: the model's tokenizer does not have all of them", "tokens"
+        ) from error
 
 
 async def render_chat(codec: TextCodec, messages: list[dict[str, str]]) -> list[int]:

@@ -23,7 +23,9 @@ class FakeCodec:
         return [ord(character) for character in text]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token) for token in token_ids)
+        text = "".join(chr(token) for token in token_ids)
+        text.encode()  # half a character is no text: ValueError, as for what is no code point
+        return text
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """``role:content`` and a line break for each message."""
