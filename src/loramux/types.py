@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
@@ -25,6 +25,7 @@ Tier = Literal["slot", "host", "source"]
 
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_BIASES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,9 @@ class SamplingParams:
     """Subtracted once from the logit of each token that is in the output."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it is in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens and what is added to their logits before all else, from -100 to 100; a mapping is
+    taken as well."""
     logprobs: int | None = None
     """Log-probability of each chosen token and of this many most likely ones."""
     prompt_logprobs: int | None = None
@@ -96,7 +100,22 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false", name)
+        self._check_bias()
         self._check_guide()
+
+    def _check_bias(self) -> None:
+        given: object = self.logit_bias
+        pairs = tuple(sorted(given.items() if isinstance(given, Mapping) else self.logit_bias))
+        if len(pairs) > MAX_BIASES:
+            raise InvalidRequest(
+                f"logit_bias has {len(pairs)} tokens, the limit is {MAX_BIASES}", "logit_bias"
+            )
+        for token, bias in pairs:
+            _integer("logit_bias", token, low=0)
+            _number("logit_bias", bias, low=-100.0, high=100.0)
+        if len(dict(pairs)) < len(pairs):
+            raise InvalidRequest("logit_bias has a token twice", "logit_bias")
+        object.__setattr__(self, "logit_bias", pairs)
 
     def _check_guide(self) -> None:
         guide = self.guide

@@ -207,6 +207,36 @@ def test_greedy_honours_penalties_and_forbidden_tokens() -> None:
     assert [c.token_id for c in choice_of(logits, rows)] == [1, 2]
 
 
+def test_a_bias_is_added_to_the_logits_before_penalties() -> None:
+    logits = torch.tensor([[1.0, -2.0, 0.5, 0.25]] * 2)
+    samples = [
+        sample((0, 1), prompt=1, logit_bias={1: 5.0, 2: -0.5}, repetition_penalty=2.0),
+        sample((0, 1), prompt=1),
+    ]
+    adjusted = adjust(logits, samples)
+    assert adjusted.tolist() == [[0.5, 1.5, 0.0, 0.25], [1.0, -2.0, 0.5, 0.25]]
+
+
+def test_biases_choose_tokens_and_leave_likelihoods_alone() -> None:
+    logits = random_logits(3)
+    plain, never, always = choice_of(
+        logits[:1].expand(3, -1),
+        [
+            sample(temperature=0, logprobs=0),
+            sample(temperature=0, logprobs=0, logit_bias={int(logits[0].argmax()): -100.0}),
+            sample(temperature=1.0, logprobs=0, logit_bias={17: 100.0}),
+        ],
+    )
+    assert plain.token_id == int(logits[0].argmax()) != never.token_id
+    assert never.token_id == int(logits[0].topk(2).indices[1])
+    assert always.token_id == 17
+    expected = logits[0].log_softmax(-1)
+    for chosen in (plain, never, always):
+        assert chosen.token_id is not None
+        assert chosen.logprobs is not None
+        assert chosen.logprobs.logprob == pytest.approx(float(expected[chosen.token_id]), abs=1e-5)
+
+
 def test_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.zeros(1, 4)
     drawn = {
@@ -278,6 +308,7 @@ def mixed_batch() -> list[Sample]:
     rows = [sample((4, 5, 6, 7), prompt=2, seed=i, **params) for i, params in enumerate(FILTERS)]
     rows += [sample(temperature=0), sample(temperature=0, forbidden=(1,)), sample(seed=-1)]
     rows += [sample(temperature=0, logprobs=3), sample(logprobs=0, presence_penalty=1.0)]
+    rows += [sample(logit_bias={3: 2.0, 9: -100.0}), sample(temperature=0, logit_bias={5: 50.0})]
     return [row._replace(seed=row.seed + i) for i, row in enumerate(rows * 5)]
 
 

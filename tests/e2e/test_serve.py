@@ -210,6 +210,21 @@ def test_a_bad_adapter_at_start_is_one_line_and_exit_code_one(
         pass
 
 
+def test_logit_bias_is_honoured_for_base_and_adapter(
+    client: openai.OpenAI, tiny_adapters: dict[str, Path]
+) -> None:
+    for model in ("base", next(iter(tiny_adapters))):
+        answer = client.completions.create(
+            model=model,
+            prompt=[5, 6, 7],
+            max_tokens=6,
+            temperature=1.0,
+            logit_bias={"9": 100},
+            extra_body={"return_token_ids": True, "ignore_eos": True},
+        )
+        assert answer.choices[0].model_dump()["token_ids"] == [9] * 6
+
+
 def test_sigterm_under_load_loses_no_request_that_was_taken(
     tiny_base: Path, tiny_adapters: dict[str, Path]
 ) -> None:

@@ -137,12 +137,13 @@ async def test_every_sampling_field_reaches_the_engine(
         "repetition_penalty": 1.1,
         "presence_penalty": 0.2,
         "frequency_penalty": 0.3,
+        "logit_bias": {"70": -100, "5": 1.5},
         "logprobs": 4,
         "prompt_logprobs": 5,
     }
     await complete(client, **fields)
     params = engine.requests[0].params
-    fields |= {"stop": ("x", "y"), "stop_token_ids": (3,)}
+    fields |= {"stop": ("x", "y"), "stop_token_ids": (3,), "logit_bias": ((5, 1.5), (70, -100))}
     assert {name: getattr(params, name) for name in fields} == fields
 
 

@@ -129,6 +129,7 @@ def test_a_prompt_may_leave_room_for_one_token(admission: Admission) -> None:
         ([1, 2, 3], {"max_tokens": 8}, "max_tokens"),
         ([1, 2, 3], {"min_tokens": 8}, "min_tokens"),
         ([1, 2, 3], {"stop_token_ids": (100,)}, "stop_token_ids"),
+        ([1, 2, 3], {"logit_bias": {100: 1.0}}, "logit_bias"),
     ],
 )
 def test_a_request_that_cannot_run_is_refused_by_the_name_of_its_field(

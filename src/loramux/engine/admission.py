@@ -58,7 +58,12 @@ class Admission:
                 f"min_tokens ({params.min_tokens}) does not fit behind {len(prompt)} prompt tokens",
                 "min_tokens",
             )
-        named = {"prompt": prompt, "stop_token_ids": params.stop_token_ids}
+        biased = [token for token, _ in params.logit_bias]
+        named = {
+            "prompt": prompt,
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": biased,
+        }
         grammar, codec = self._grammar(request)
         extremes = {p: (min(ids), max(ids)) for p, ids in named.items() if ids}
         needs = _Needs(request, extremes, codec)

@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    StringConstraints,
     WithJsonSchema,
     model_validator,
 )
@@ -88,6 +89,9 @@ class StreamOptions(_Strict):
     include_usage: bool | None = None
 
 
+_TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,9}$")]
+"""A token id as the name of a JSON object's field."""
+
 _SAMPLING_FIELDS = (
     "n",
     "temperature",
@@ -127,6 +131,7 @@ class GenerationFields(_Strict):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: dict[_TokenKey, float] | None = None
     prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -150,6 +155,7 @@ class GenerationFields(_Strict):
             raise InvalidRequest("stream_options needs stream: true", "stream_options")
         values = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | more
         values["guide"] = self._guide()
+        values["logit_bias"] = {int(t): bias for t, bias in (self.logit_bias or {}).items()}
         return SamplingParams(**{name: v for name, v in values.items() if v is not None})
 
     def _guide(self) -> Guide | None:
@@ -179,7 +185,7 @@ class GenerationFields(_Strict):
 class CompletionRequest(GenerationFields):
     """``POST /v1/completions``."""
 
-    no_op = {"suffix": (None, ""), "best_of": (None, 1), "logit_bias": (None, {})}
+    no_op = {"suffix": (None, ""), "best_of": (None, 1)}
 
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: int | None = None
@@ -275,7 +281,6 @@ class ChatRequest(GenerationFields):
         "audio": (None,),
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
-        "logit_bias": (None, {}),
         "metadata": (None, {}),
         "modalities": (None, ["text"]),
         "parallel_tool_calls": (None, True, False),

@@ -1,8 +1,9 @@
-"""From logits to the weights of a draw: guides, penalties, temperature, top_k, top_p, min_p.
+"""From logits to the weights of a draw.
 
-The order and the meaning of all but guides are those of transformers' ``generate``. All rows go
-through each filter at once, and what a filter does to a row depends on that row alone. Nothing here
-waits for the device: sizes and indices come from the samples, never from the logits.
+Guides and biases first; then penalties, temperature, top_k, top_p and min_p, in the order and with
+the meaning of transformers' ``generate``. All rows go through each filter at once, and what a
+filter does to a row depends on that row alone. Nothing here waits for the device: sizes and indices
+come from the samples, never from the logits.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from loramux.worker.transfer import Rows, upload, upload_all
 
 
 def adjust(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
-    """A float32 copy of ``logits [rows, vocab]``, penalised, and -inf for tokens that may not come:
-    those that are forbidden, and those that a guide does not allow."""
+    """A float32 copy of ``logits [rows, vocab]``, biased, then penalised, and -inf for tokens that
+    may not come: those that are forbidden, and those that a guide does not allow."""
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     vocab = scores.shape[1]
     histories = {row: _history(s) for row, s in enumerate(samples) if s.params.penalised}
-    masks, seen, penalty, said, cost, forbidden = upload_all(
+    masks, biased, bias, seen, penalty, said, cost, forbidden = upload_all(
         (
             _masks(samples, vocab),
+            *_biases(samples, vocab),
             *_repetitions(samples, histories, vocab),
             *_outputs(samples, histories, vocab),
             _forbidden(samples, vocab),
@@ -36,6 +38,8 @@ def adjust(logits: Tensor, samples: Sequence[Sample]) -> Tensor:
     )
     _keep_allowed(scores, masks, samples)
     flat = scores.view(-1)
+    if len(biased):
+        flat.index_copy_(0, biased, flat.index_select(0, biased) + bias)
     # A token comes as often as it was seen, and each time the same is written to its place.
     if len(seen):
         score = flat.index_select(0, seen)
@@ -75,6 +79,17 @@ def _keep_allowed(scores: Tensor, masks: Tensor, samples: Sequence[Sample]) -> N
 
 def _mask_bytes(vocab: int) -> int:
     return -(-vocab // 8)
+
+
+def _biases(samples: Sequence[Sample], vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the flat scores have a token with a bias, and the bias."""
+    given = [
+        (row * vocab + token, bias)
+        for row, sample in enumerate(samples)
+        for token, bias in sample.params.logit_bias
+    ]
+    places = np.array([place for place, _ in given], dtype=np.int64)
+    return places, np.array([bias for _, bias in given], dtype=np.float32)
 
 
 def _history(sample: Sample) -> np.ndarray:

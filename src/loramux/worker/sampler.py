@@ -143,7 +143,7 @@ def choose(logits: Tensor, samples: Sequence[Sample], draw: Draw = draw_by_torch
 
 def _is_adjusted(sample: Sample) -> bool:
     """Whether the row is chosen from by other scores than its raw logits."""
-    if sample.allowed is not None:
+    if sample.allowed is not None or sample.params.logit_bias:
         return True
     return sample.params.penalised or bool(sample.forbidden)
 
@@ -156,7 +156,7 @@ def _best(logits: Tensor) -> Choice:
 
 
 def _choose_adjusted(logits: Tensor, samples: Sequence[Sample], draw: Draw) -> Choice:
-    """Choose for rows that have penalties, forbidden tokens or a guide."""
+    """Choose for rows that have penalties, biases, forbidden tokens or a guide."""
     scores = adjust(logits, samples)
     choice = _best(scores)
     draw(scores, choice, {i: s for i, s in enumerate(samples) if not s.params.greedy})
