@@ -247,6 +247,11 @@ class ServerOptions:
         "seconds until an answer must be complete; a request may ask for fewer by its field "
         "timeout",
     )
+    stream_interval: float = option(
+        0.02,
+        "seconds between events of one stream, but for the first and the last: tokens that come "
+        "faster share an event; 0 sends each by itself",
+    )
     shutdown_grace: float = option(
         30.0, "seconds that running requests get to finish after SIGTERM or SIGINT"
     )
@@ -290,6 +295,8 @@ class ServerOptions:
             raise ConfigError(
                 f"max_request_seconds must be above 0, not {self.max_request_seconds}"
             )
+        if not 0 <= self.stream_interval <= 1:
+            raise ConfigError(f"stream_interval must be from 0 to 1, not {self.stream_interval}")
         if not 0 <= self.shutdown_grace < math.inf:
             raise ConfigError(f"shutdown_grace must not be negative, not {self.shutdown_grace}")
         for prefix in self.adapter_sources:

@@ -83,7 +83,7 @@ async def bench(byte_level: Any, tmp_path: Path) -> AsyncIterator[Bench]:
     engine: AsyncEngine = async_engine(parts, max_open=50, sources=parts.sources)
     await engine.start()
     await engine.load_adapter("a", str(tmp_path / "a"))
-    transport = httpx.ASGITransport(create_app(engine, options=ServerOptions()))
+    transport = httpx.ASGITransport(create_app(engine, options=ServerOptions(stream_interval=0)))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield Bench(client)
     await engine.stop()

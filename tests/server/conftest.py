@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
+from loramux.config import ServerOptions
 from loramux.server.app import create_app
 from loramux.testing import FakeEngine
 
@@ -23,7 +24,9 @@ def engine() -> FakeEngine:
 
 @pytest.fixture
 async def client(engine: FakeEngine) -> AsyncIterator[httpx.AsyncClient]:
-    transport = httpx.ASGITransport(create_app(engine))
+    # An event for each token, however fast they come.
+    app = create_app(engine, options=ServerOptions(stream_interval=0))
+    transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
 

@@ -87,7 +87,8 @@ async def test_metrics_hold_the_engines_figures(client: httpx.AsyncClient) -> No
 
 
 async def test_metrics_hold_latencies_by_endpoint(client: httpx.AsyncClient) -> None:
-    await client.post("/v1/completions", json={"model": "base", "prompt": "abc", "n": 2})
+    body = {"model": "base", "prompt": "abc", "n": 2, "stream": True}
+    await client.post("/v1/completions", json=body)
     lines = (await client.get("/metrics")).text.splitlines()
     label = '{endpoint="/v1/completions"}'
     assert f"loramux_time_to_first_token_seconds_count{label} 1.0" in lines

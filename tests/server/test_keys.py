@@ -483,6 +483,7 @@ async def test_a_client_that_does_not_read_pays_all_the_same(engine: FakeEngine)
         grammar=None,
         timer=Metrics(engine, max_adapters=0, accounts=()).timer("/v1/completions"),
         seconds=60,
+        interval=0,
         account=account,
     )
     with answer:

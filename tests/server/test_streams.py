@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
 import pytest
 
+from loramux.config import ServerOptions
+from loramux.server.app import create_app
 from loramux.testing import FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -134,3 +137,42 @@ async def test_line_separators_stay_inside_their_event(client: httpx.AsyncClient
     body = {"model": "base", "prompt": "\u2028", "stream": True}
     raw = (await client.post("/v1/completions", json=body)).text
     assert "\u2028" not in raw
+
+
+async def paced(interval: float, tick: float, num_tokens: int) -> list[list[int]]:
+    """The tokens of each event of one stream."""
+    engine = FakeEngine(tick_seconds=tick)
+    app = create_app(engine, options=ServerOptions(stream_interval=interval))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        chunks = await complete(
+            client, max_tokens=num_tokens, ignore_eos=True, return_token_ids=True
+        )
+    return [choice["token_ids"] for chunk in chunks for choice in chunk["choices"]]
+
+
+async def test_tokens_that_come_fast_share_an_event() -> None:
+    events = await paced(0.1, tick=0.005, num_tokens=40)
+    assert len(events[0]) == 1, "the first token comes at once"
+    assert sum(map(len, events)) == 40
+    assert 3 <= len(events) <= 12
+    assert [token for event in events for token in event] == [97, 98, 99] * 13 + [97]
+
+
+async def test_tokens_that_come_slowly_have_events_of_their_own() -> None:
+    assert [len(event) for event in await paced(0.001, tick=0.02, num_tokens=6)] == [1] * 6
+
+
+async def test_the_end_of_a_stream_is_not_held_back() -> None:
+    began = time.perf_counter()
+    events = await paced(1.0, tick=0.0, num_tokens=5)
+    assert [len(event) for event in events] == [1, 4]
+    assert time.perf_counter() - began < 0.9
+
+
+async def test_choices_that_share_a_batch_stay_apart() -> None:
+    app = create_app(FakeEngine(), options=ServerOptions(stream_interval=1.0))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        chunks = await complete(client, prompt=["abc", "xy"], n=2)
+    assert [text_of(chunks, index) for index in range(4)] == ["abc", "abc", "xy", "xy"]

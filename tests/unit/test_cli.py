@@ -84,6 +84,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "served_model_name": "me",
         "max_body_bytes": 99,
         "max_request_seconds": 9.5,
+        "stream_interval": 0.25,
         "shutdown_grace": 1.5,
         "adapter_root": "/adapters",
         "adapter_sources": ("hf:org", "s3://bucket/"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Self
 
 from loramux.engine.interface import Engine, Stream, TextCodec
-from loramux.errors import EngineStopped
+from loramux.errors import EngineStopped, LoramuxError
 from loramux.guide import Grammar
 from loramux.server.errors import DeadlineExceeded, GenerationFailed
 from loramux.server.limits import Account
@@ -82,10 +82,13 @@ class Answer:
         grammar: Grammar | None,
         timer: Timer,
         seconds: float,
+        interval: float,
         account: Account,
     ) -> None:
-        """``seconds``: until the answer must be complete."""
+        """``seconds``: until the answer must be complete. ``interval``: seconds between parts, but
+        for the first and the last."""
         self._seconds = seconds
+        self._interval = interval
         self.deadline = asyncio.get_running_loop().time() + seconds
         """By the event loop's clock."""
         self._n = params.n
@@ -136,9 +139,12 @@ class Answer:
         DeadlineExceeded when the time is over.
         """
         try:
-            async with aclosing(_merge(self._streams, self.deadline, self._account)) as deltas:
-                async for prompt, delta in deltas:
-                    yield self._part(prompt, delta)
+            merged = _merge(self._streams, self.deadline, self._interval, self._account)
+            async with aclosing(merged) as batches:
+                async for batch in batches:
+                    for part in self._joined(batch):
+                        self._timer.tokens(part.index, len(part.token_ids))
+                        yield part
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the answer was not complete after {self._seconds:g} seconds: allow more "
@@ -156,6 +162,21 @@ class Answer:
                 choices[part.index].extend(part)
         return [choices[index] for index in sorted(choices)]
 
+    def _joined(self, batch: Sequence[tuple[int, Delta]]) -> Iterator[Part]:
+        """One part for each choice in a batch. Raises as ``parts`` does, after what came before."""
+        parts: dict[int, Part] = {}
+        try:
+            for prompt, delta in batch:
+                part = self._part(prompt, delta)
+                if part.index in parts:
+                    parts[part.index].extend(part)
+                else:
+                    parts[part.index] = part
+        except LoramuxError:
+            yield from parts.values()
+            raise
+        yield from parts.values()
+
     def _part(self, prompt: int, delta: Delta) -> Part:
         if delta.error is not None or delta.finish_reason == "error":
             raise GenerationFailed(delta.error or "the request failed")
@@ -167,7 +188,6 @@ class Answer:
         first = index not in self._begun
         self._begun.add(index)
         self._num_output_tokens += len(delta.token_ids)
-        self._timer.tokens(index, len(delta.token_ids))
         return Part(
             index,
             prompt,
@@ -181,42 +201,96 @@ class Answer:
         )
 
 
-async def _merge(
-    streams: Sequence[Stream], deadline: float, account: Account
-) -> AsyncGenerator[tuple[int, Delta], None]:
-    """The deltas of all streams as they come, each with its stream's number.
+class _Arrivals:
+    """What several streams bring, handed out in batches.
 
-    Their tokens are charged to ``account``. Raises TimeoutError when none has come until
-    ``deadline``.
+    The first one comes at once and the end, too; others at least ``interval`` seconds after the one
+    before, so that many streams cost as many events as somebody can read, not one for each token.
+    Who falls behind has fewer and larger batches, and catches up.
     """
-    arrived: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue()
+
+    def __init__(self, deadline: float, interval: float) -> None:
+        """``deadline``: by the event loop's clock."""
+        self._loop = asyncio.get_running_loop()
+        self._interval = interval
+        self._items: list[tuple[int, Delta] | Exception | None] = []
+        self._ready = asyncio.Event()
+        self._next_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        # One timer for all: a timeout for each item would cost as much as the item.
+        self._deadline = self._loop.call_at(deadline, self.end, TimeoutError())
+
+    def add(self, item: tuple[int, Delta]) -> None:
+        self._items.append(item)
+        if self._interval == 0 or self._loop.time() >= self._next_at:
+            self._ready.set()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._next_at, self._ready.set)
+
+    def end(self, failure: Exception | None = None) -> None:
+        """One of the streams has ended."""
+        self._items.append(failure)
+        self._ready.set()
+
+    async def take(self) -> list[tuple[int, Delta] | Exception | None]:
+        """The next batch, in order; None and exceptions are ends of streams."""
+        await self._ready.wait()
+        self._ready.clear()
+        self._cancel_timer()
+        self._next_at = self._loop.time() + self._interval
+        items, self._items = self._items, []
+        return items
+
+    def close(self) -> None:
+        self._deadline.cancel()
+        self._cancel_timer()
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+async def _merge(
+    streams: Sequence[Stream], deadline: float, interval: float, account: Account
+) -> AsyncGenerator[list[tuple[int, Delta]], None]:
+    """The deltas of all streams, each with its stream's number, in batches as ``_Arrivals`` says.
+
+    Tokens are charged to ``account``. Raises TimeoutError when ``deadline`` comes before the end.
+    """
+    arrivals = _Arrivals(deadline, interval)
 
     async def pump(number: int, stream: Stream) -> None:
         try:
             async for delta in stream:
                 # Here, not where it is sent: a client that does not read pays all the same.
                 account.spend(len(delta.token_ids))
-                arrived.put_nowait((number, delta))
+                arrivals.add((number, delta))
         except Exception as error:
-            arrived.put_nowait(error)
+            arrivals.end(error)
         else:
-            arrived.put_nowait(None)
+            arrivals.end()
 
     pumps = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
     try:
         num_open = len(pumps)
         while num_open:
-            if asyncio.get_running_loop().time() >= deadline:
-                raise TimeoutError  # also where something has always come already
-            async with asyncio.timeout_at(deadline):
-                item = await arrived.get()
-            if item is None:
-                num_open -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                yield item
+            batch: list[tuple[int, Delta]] = []
+            failure: Exception | None = None
+            for item in await arrivals.take():
+                if isinstance(item, tuple):
+                    batch.append(item)
+                elif item is None:
+                    num_open -= 1
+                else:
+                    failure = item
+                    break
+            if batch:
+                yield batch
+            if failure is not None:
+                raise failure
     finally:
+        arrivals.close()
         for task in pumps:
             task.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)

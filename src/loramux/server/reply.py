@@ -23,6 +23,8 @@ from loramux.types import SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_UNSEEN_INTERVAL = 0.5
+"""Seconds between parts of an answer that is sent as a whole."""
 _LAST_WORDS_SECONDS = 5.0
 """After its deadline a stream has this long to be read; who does not read holds memory."""
 
@@ -70,6 +72,7 @@ async def reply(
         grammar=grammar,
         timer=context.metrics.timer(request.url.path),
         seconds=min(body.timeout or math.inf, context.options.max_request_seconds),
+        interval=context.options.stream_interval if body.stream else _UNSEEN_INTERVAL,
         account=caller.account,
     )
     if model is not None:

@@ -15,12 +15,12 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 def event(data: dict[str, Any]) -> bytes:
     """One event. ASCII only: some clients split lines at U+2028 and its like."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return f"data: {text}\n\n".encode()
+    return f"data: {_JSON.encode(data)}\n\n".encode()
 
 
 class EventStreamResponse(Response):
