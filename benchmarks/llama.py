@@ -68,7 +68,7 @@ def llama_engine(
             max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, kv_cache=kv_cache
         ),
     )
-    return assemble(adopt("llama-8b-shape", model), _tokenizer(), options, "base")
+    return assemble(adopt("llama-8b-shape", model), word_tokenizer(), options, "base")
 
 
 def add_adapters(parts: Parts, names: Sequence[str], ranks: Sequence[int]) -> None:
@@ -94,8 +94,9 @@ def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> Pr
     return PreparedAdapter(AdapterId(adapter_id), copy.num_bytes, rank, (), copy)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(128256)}, unk_token="0"))
+def word_tokenizer(vocab_size: int = 128256) -> PreTrainedTokenizerFast:
+    """Each token is its own number, as text."""
+    tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(vocab_size)}, unk_token="0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
