@@ -27,15 +27,7 @@ Figures = dict[str, float]
 
 def engine_over(parts: Parts) -> AsyncEngine:
     """An engine that takes any number of requests."""
-    return AsyncEngine(
-        parts.core,
-        parts.worker,
-        parts.admission,
-        parts.languages,
-        base_name=parts.base_name,
-        max_open=100_000,
-        sources=parts.sources,
-    )
+    return parts.async_engine(max_open=100_000)
 
 
 def request_for(model: str, num_prompt_tokens: int, num_output_tokens: int) -> GenerationRequest:

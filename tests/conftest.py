@@ -18,6 +18,7 @@ if shutil.which("nvidia-smi") is None:
 
 from loramux.demo.adapters import find_adapters
 from loramux.demo.base import demo_base, publish
+from tests.fake_clock import FakeClock
 from tests.golden.load import Golden, load_golden
 from tests.tiny import make_tiny
 
@@ -47,6 +48,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """For what takes its time from a clock that it is given."""
+    return FakeClock()
 
 
 @pytest.fixture

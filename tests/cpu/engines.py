@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -65,16 +67,8 @@ def async_engine(
     registry: Registry | None = None,
 ) -> AsyncEngine:
     """The parts as a server has them."""
-    return AsyncEngine(
-        parts.core,
-        parts.worker,
-        parts.admission,
-        parts.languages,
-        base_name=parts.base_name,
-        max_open=max_open,
-        sources=sources,
-        registry=registry,
-    )
+    parts = replace(parts, sources=sources or AdapterSources())
+    return parts.async_engine(max_open=max_open, registry=registry)
 
 
 def _block_bytes(model: PreTrainedModel) -> int:

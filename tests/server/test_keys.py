@@ -22,6 +22,7 @@ from loramux.server.limits import Account, Limits
 from loramux.server.metrics import Metrics
 from loramux.testing import FakeEngine
 from loramux.types import SamplingParams, SourceRules
+from tests.fake_clock import FakeClock
 from tests.server.conftest import serving
 from tests.server.test_disconnect import wait_until
 from tests.server.test_errors import error_of
@@ -52,19 +53,6 @@ LISTS = [
     ("GET", "/v1/adapters/tenant-a-one", None),
 ]
 OPEN_CALLS = ["/health", "/ready", "/version", "/metrics", "/openapi.json"]
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 5_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 @pytest.fixture

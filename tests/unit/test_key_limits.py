@@ -8,19 +8,7 @@ import pytest
 
 from loramux.errors import KeyLimitReached
 from loramux.server.limits import Account, Bucket, Limits
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 5_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
+from tests.fake_clock import FakeClock
 
 
 def account(clock: FakeClock, **limits: float) -> Account:

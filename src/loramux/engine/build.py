@@ -78,6 +78,26 @@ class Parts:
     """The same for bases on which adapters have the same sizes."""
     sources: AdapterSources = field(default_factory=AdapterSources)
 
+    def async_engine(
+        self,
+        *,
+        max_open: int,
+        adapters: Sequence[tuple[str, str]] = (),
+        registry: Registry | None = None,
+    ) -> AsyncEngine:
+        """The same with a thread, not started; see ``AsyncEngine`` for what it takes."""
+        return AsyncEngine(
+            self.core,
+            self.worker,
+            self.admission,
+            self.languages,
+            base_name=self.base_name,
+            max_open=max_open,
+            adapters=adapters,
+            sources=self.sources,
+            registry=registry,
+        )
+
 
 def build_async_engine(
     base: str,
@@ -94,15 +114,9 @@ def build_async_engine(
     parts = build_parts(base, options, served_name)
     if registry is not None:
         registry.bind(parts.base_shape)
-    return AsyncEngine(
-        parts.core,
-        parts.worker,
-        parts.admission,
-        parts.languages,
-        base_name=parts.base_name,
+    return parts.async_engine(
         max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
         adapters=tuple((adapters or {}).items()),
-        sources=parts.sources,
         registry=registry,
     )
 

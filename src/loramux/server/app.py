@@ -9,7 +9,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from loramux import __version__
 from loramux.config import ServerOptions
 from loramux.engine.interface import Engine
-from loramux.errors import EngineStopped
 from loramux.server import adapters, chat, completions, errors, models, openapi, tokenizing
 from loramux.server.context import Context, ServerContext
 from loramux.server.key_file import read_keys
@@ -52,8 +51,7 @@ def create_app(
 @router.get("/health")
 async def health(context: Context) -> dict[str, str]:
     """200 while the engine lives, 503 with the cause once it has died."""
-    if context.engine.failure is not None:
-        raise EngineStopped(context.engine.failure)
+    context.check_alive()
     return {"status": "ok"}
 
 

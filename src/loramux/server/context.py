@@ -36,10 +36,14 @@ class ServerContext:
     )
     """Make guides ready: so few that a flood of bad ones takes no thread from other work."""
 
-    def check_ready(self) -> None:
-        """Raise EngineStopped where new work has no place."""
+    def check_alive(self) -> None:
+        """Raise EngineStopped with the cause once the engine has died."""
         if self.engine.failure is not None:
             raise EngineStopped(self.engine.failure)
+
+    def check_ready(self) -> None:
+        """Raise EngineStopped where new work has no place."""
+        self.check_alive()
         if self.stopping.is_set():
             raise EngineStopped("the server is shutting down: send the request to another one")
 
