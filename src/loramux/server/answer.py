@@ -222,7 +222,7 @@ class _Arrivals:
 
     def add(self, item: tuple[int, Delta]) -> None:
         self._items.append(item)
-        if self._interval == 0 or self._loop.time() >= self._next_at:
+        if self._loop.time() >= self._next_at:
             self._ready.set()
         elif self._timer is None:
             self._timer = self._loop.call_at(self._next_at, self._ready.set)

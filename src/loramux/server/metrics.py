@@ -153,8 +153,9 @@ class Timer:
         if not self._last:
             self._first_token.observe(now - self._started)
         elif choice in self._last:
+            gap = (now - self._last[choice]) / count
             for _ in range(count):
-                self._next_token.observe((now - self._last[choice]) / count)
+                self._next_token.observe(gap)
         self._last[choice] = now
 
     def finish(self) -> None:
