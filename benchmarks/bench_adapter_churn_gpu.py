@@ -134,21 +134,23 @@ async def first_uses(
     """What an adapter without a slot adds to the first token, in turns with one that has one."""
     num_adapters = max(arguments.adapters)
     busy = [
-        engine.submit(request_for(engine.base_name, _FIRST_USE_PROMPT, _BUSY_TOKENS))
+        await engine.submit(request_for(engine.base_name, _FIRST_USE_PROMPT, _BUSY_TOKENS))
         for _ in range(num_running)
     ]
     await asyncio.sleep(0.5 if busy else 0.0)
-    loads = engine.stats().slot_loads
+    loads = (await engine.stats()).slot_loads
     first, again = [], []
     for index in range(arguments.first_uses):
         name = str(index % num_adapters)
         first.append(await ask(engine, name))
         again.append(await ask(engine, name))
-    assert engine.stats().slot_loads - loads == arguments.first_uses, "an adapter had a slot"
-    assert engine.stats().num_running == num_running, "the others have not run all the time"
+    assert (await engine.stats()).slot_loads - loads == arguments.first_uses, (
+        "an adapter had a slot"
+    )
+    assert (await engine.stats()).num_running == num_running, "the others have not run all the time"
     for stream in busy:
         stream.abort()
-    while engine.stats().num_running:
+    while (await engine.stats()).num_running:
         await asyncio.sleep(0.01)
     added = [1000 * (one - other) for one, other in zip(first, again, strict=True)]
     return {

@@ -27,7 +27,7 @@ Figures = dict[str, float]
 
 def engine_over(parts: Parts) -> AsyncEngine:
     """An engine that takes any number of requests."""
-    return parts.async_engine(max_open=100_000)
+    return AsyncEngine(parts.service(max_open=100_000))
 
 
 def request_for(model: str, num_prompt_tokens: int, num_output_tokens: int) -> GenerationRequest:
@@ -42,7 +42,7 @@ def request_for(model: str, num_prompt_tokens: int, num_output_tokens: int) -> G
 async def first_token_seconds(engine: AsyncEngine, request: GenerationRequest, due: float) -> float:
     """Ask, and read to the end; seconds from ``due`` (of ``perf_counter``) to the first token."""
     first: float | None = None
-    async for delta in engine.submit(request):
+    async for delta in await engine.submit(request):
         assert delta.error is None, delta.error
         first = first or time.perf_counter() - due
     assert first is not None
@@ -67,12 +67,12 @@ class Player:
 
     async def play(self, trace: Sequence[Arrival]) -> Figures:
         """Submit each request when its time has come; figures of the whole trace."""
-        before = self._engine.stats()
+        before = await self._engine.stats()
         self._meter.clear()
         began = time.perf_counter()
         waits = await asyncio.gather(*(self._ask(arrival, began) for arrival in trace))
         seconds = time.perf_counter() - began
-        after = self._engine.stats()
+        after = await self._engine.stats()
         assert after.output_tokens - before.output_tokens == sum(a.output_tokens for a in trace)
         preemptions = after.preemptions - before.preemptions
         loads = after.slot_loads - before.slot_loads

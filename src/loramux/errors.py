@@ -25,14 +25,26 @@ LoramuxError
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 
 class LoramuxError(Exception):
     """Base of all errors raised on purpose; ``http_status`` is what the server answers."""
 
     http_status: ClassVar[int] = 500
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled by what it holds: Exception's own way calls a constructor with the message alone.
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(
+    kind: type[LoramuxError], args: Sequence[Any], fields: Mapping[str, Any]
+) -> LoramuxError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class ConfigError(LoramuxError):

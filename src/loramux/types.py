@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NewType
 
 from loramux.errors import InvalidRequest
-from loramux.guide import Grammar, Guide
+from loramux.guide import Guide
 
 AdapterId = NewType("AdapterId", str)
 """Digest of an adapter's weights and effective configuration; a name is a label on it."""
 
 RequestId = NewType("RequestId", str)
+
+
+def new_request_id() -> RequestId:
+    """An id that no other request has."""
+    return RequestId(f"req-{uuid.uuid4().hex}")
+
 
 Slot = NewType("Slot", int)
 """Column of the slot tables; the slot ``max_loras`` is the base model."""
@@ -312,12 +319,9 @@ class GenerationRequest:
     model: str | None = None
     """None: the base model."""
     request_id: RequestId | None = None
-    codec: object = None
-    """The ``TextCodec`` that the tokens are for: an adapter with another one is not to have them.
-    None: anybody's."""
-    grammar: Grammar | None = None
-    """What that codec has made of ``params.guide``. None: the engine has it made when it admits the
-    request, which may take a second."""
+    codec: str | None = None
+    """Key of the ``TextCodec`` that the tokens are for: an adapter with another one is not to have
+    them. None: anybody's."""
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -68,7 +68,7 @@ def async_engine(
 ) -> AsyncEngine:
     """The parts as a server has them."""
     parts = replace(parts, sources=sources or AdapterSources())
-    return parts.async_engine(max_open=max_open, registry=registry)
+    return AsyncEngine(parts.service(max_open=max_open, registry=registry))
 
 
 def _block_bytes(model: PreTrainedModel) -> int:

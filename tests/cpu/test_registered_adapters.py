@@ -40,7 +40,7 @@ async def answers(engine: AsyncEngine, models: Sequence[str]) -> list[list[int]]
         GenerationRequest(prompt_token_ids=[5, 77, 31], params=params, model=model)
         for model in models
     ]
-    streams = [engine.submit(request) for request in requests]
+    streams = [await engine.submit(request) for request in requests]
     return [[t async for delta in stream for t in delta.token_ids] for stream in streams]
 
 
@@ -54,7 +54,7 @@ async def test_answers_after_a_restart_are_those_before(tmp_path: Path) -> None:
         expected = await answers(engine, NAMES)
     assert len({tuple(answer) for answer in expected}) == len(NAMES)
     async with running(tmp_path / "registry") as engine:
-        assert [info.tier for info in engine.adapters()] == ["source"] * 3
+        assert [info.tier for info in await engine.adapters()] == ["source"] * 3
         assert await answers(engine, NAMES) == expected
 
 

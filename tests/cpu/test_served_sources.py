@@ -78,11 +78,11 @@ async def test_local_and_remote_are_one_adapter(tmp_path: Path) -> None:
     async with running(tmp_path) as bench:
         bench.web.put("/good/", bench.files)
         assert (await bench.load("good")).status_code == 200
-        [local] = bench.engine.adapters()
+        [local] = await bench.engine.adapters()
         expected = await bench.answer()
         response = await bench.load(f"{bench.web.url}/good/?key=secret", load_inplace=True)
         assert response.status_code == 200
-        [remote] = bench.engine.adapters()
+        [remote] = await bench.engine.adapters()
         assert remote.adapter_id == local.adapter_id
         assert remote.source == f"{bench.web.url}/good/"
         assert await bench.answer() == expected

@@ -120,7 +120,7 @@ async def test_admin_calls_from_elsewhere_are_refused(host: str, engine: FakeEng
     assert response.status_code == 403
     assert "own machine" in response.json()["error"]["message"]
     assert response.json()["error"]["type"] == "permission_error"
-    assert len(engine.adapters()) == 1
+    assert len(await engine.adapters()) == 1
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ async def test_failed_calls_to_the_collection_say_why(
 
 @pytest.mark.parametrize("method", ["POST", "PATCH", "DELETE"])
 async def test_only_this_machine_may_change_the_collection(method: str, engine: FakeEngine) -> None:
-    before = engine.adapters()
+    before = await engine.adapters()
     transport = httpx.ASGITransport(create_app(engine), client=("10.0.0.5", 1234))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         path = "/v1/adapters" if method == "POST" else "/v1/adapters/shout"
@@ -251,7 +251,7 @@ async def test_only_this_machine_may_change_the_collection(method: str, engine: 
         response = await client.request(method, path, json=body)
         assert response.status_code == 403
         assert (await client.get("/v1/adapters/shout")).status_code == 200
-    assert engine.adapters() == before
+    assert await engine.adapters() == before
 
 
 async def test_rules_go_with_every_addition() -> None:

@@ -24,7 +24,7 @@ class Shifted(FakeCodec):
 
 @pytest.fixture(autouse=True)
 def codec(engine: FakeEngine) -> Shifted:
-    codec = engine.codecs["shout"] = Shifted()
+    codec = engine.codecs["shout"] = Shifted(key="shifted")
     return codec
 
 
@@ -65,7 +65,7 @@ async def test_a_prompt_for_a_codec_that_is_gone_is_sent_back(
     encode = codec.encode
 
     def replace_meanwhile(text: str) -> list[int]:
-        engine.codecs["shout"] = Shifted()
+        engine.codecs["shout"] = Shifted(key="shifted again")
         return encode(text)
 
     monkeypatch.setattr(codec, "encode", replace_meanwhile)

@@ -186,7 +186,7 @@ async def test_dead_engine_is_a_503(client: httpx.AsyncClient, engine: FakeEngin
 async def test_full_queue_is_a_429(
     client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def submit(request: GenerationRequest) -> FakeStream:
+    async def submit(request: GenerationRequest) -> FakeStream:
         raise TooManyRequests("9 requests wait: try again later")
 
     monkeypatch.setattr(engine, "submit", submit)

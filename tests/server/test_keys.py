@@ -133,7 +133,7 @@ def ids(request: tuple[str, str, Any]) -> str:
 async def test_without_a_known_key_the_answer_is_401(
     engine: FakeEngine, request_: tuple[str, str, Any], header: str | None, words: str
 ) -> None:
-    before = engine.adapters()
+    before = await engine.adapters()
     method, path, body = request_
     headers = {} if header is None else {"Authorization": header.encode("latin-1")}
     async with serve(engine, FREE, OPERATOR) as client:
@@ -143,7 +143,7 @@ async def test_without_a_known_key_the_answer_is_401(
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
     assert response.headers["www-authenticate"] == "Bearer"
     assert "R7" not in response.text
-    assert (engine.requests, engine.adapters()) == ([], before)
+    assert (engine.requests, await engine.adapters()) == ([], before)
 
 
 @pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *TOKEN_CALLS, *LISTS], ids=ids)
@@ -163,25 +163,25 @@ async def test_an_inference_key_infers_and_lists(
 async def test_an_inference_key_may_not_administer(
     engine: FakeEngine, request_: tuple[str, str, Any], host: str
 ) -> None:
-    before = engine.adapters()
+    before = await engine.adapters()
     async with serve(engine, FREE, OPERATOR, host=host) as client:
         error = error_of(await call(client, request_, "free"), 403)
     assert "'free'" in error["message"]
     assert "use an admin key" in error["message"]
     assert error["type"] == "permission_error"
-    assert engine.adapters() == before
+    assert await engine.adapters() == before
 
 
 @pytest.mark.parametrize("request_", ADMIN_CALLS, ids=ids)
 async def test_with_keys_but_no_admin_key_nobody_may_administer(
     engine: FakeEngine, request_: tuple[str, str, Any]
 ) -> None:
-    before = engine.adapters()
+    before = await engine.adapters()
     async with serve(engine, FREE, host="127.0.0.1") as client:
         error_of(await call(client, request_), 401)
         error = error_of(await call(client, request_, "free"), 403)
     assert "no admin key" in error["message"]
-    assert engine.adapters() == before
+    assert await engine.adapters() == before
 
 
 @pytest.mark.parametrize("request_", ADMIN_CALLS, ids=ids)
@@ -190,12 +190,12 @@ async def test_an_admin_key_administers_from_anywhere(
     engine: FakeEngine, request_: tuple[str, str, Any], headers: dict[str, str]
 ) -> None:
     method, path, body = request_
-    before = engine.adapters()
+    before = await engine.adapters()
     async with serve(engine, FREE, OPERATOR) as client:
         headers = headers | bearer("operator")
         response = await client.request(method, path, json=body, headers=headers)
     assert response.status_code in (200, 201)
-    assert engine.adapters() != before
+    assert await engine.adapters() != before
 
 
 @pytest.mark.parametrize("request_", [*INFERENCE_CALLS, *TOKEN_CALLS], ids=ids)
@@ -462,13 +462,12 @@ async def test_a_broken_answer_costs_what_was_made_of_it(
 
 async def test_a_client_that_does_not_read_pays_all_the_same(engine: FakeEngine) -> None:
     account = Account("lazy", Limits())
-    answer = Answer(
+    answer = await Answer.submit(
         engine,
         [[97, 98, 99]],
         SamplingParams(max_tokens=50, ignore_eos=True),
         model=None,
         codec=engine.text,
-        grammar=None,
         timer=Metrics(engine, max_adapters=0, accounts=()).timer("/v1/completions"),
         seconds=60,
         interval=0,

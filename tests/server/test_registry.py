@@ -15,6 +15,7 @@ import pytest
 from loramux.adapters.registry import Record, Registry
 from loramux.config import ServerOptions
 from loramux.engine.async_engine import AsyncEngine
+from loramux.engine.service import EngineService
 from loramux.server.app import create_app
 from loramux.testing import FakeWorker, expected_tokens
 from loramux.types import SourceRules
@@ -79,7 +80,7 @@ class Place:
             **sizes,
         }
         small = SmallEngine(**sizes)
-        engine = AsyncEngine(
+        service = EngineService(
             small.core,
             small.worker,
             small.admission,
@@ -89,6 +90,7 @@ class Place:
             adapters=[(name, str(self.folder / source)) for name, source in at_start],
             registry=registry or Registry(self.registry, busy_seconds=0.1),
         )
+        engine = AsyncEngine(service)
         await engine.start()
         app = create_app(engine, options=ServerOptions(adapter_root=str(self.folder)))
         transport = httpx.ASGITransport(app)

@@ -16,6 +16,8 @@ def stats(**known: int) -> EngineStats:
 
 
 class Codec:
+    key = ""
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return [ord(character) for character in messages[-1]["content"]]
 
@@ -36,7 +38,7 @@ class ScriptedEngine:
     """``submit``, ``first delta``, ``start`` and ``stop``, as they happen."""
     requests: list[GenerationRequest] = field(default_factory=list)
 
-    def text_of(self, model: str | None) -> Codec:
+    async def text_of(self, model: str | None) -> Codec:
         return self.text
 
     async def start(self) -> None:
@@ -45,7 +47,7 @@ class ScriptedEngine:
     async def stop(self) -> None:
         self.log.append("stop")
 
-    def submit(self, request: GenerationRequest) -> AsyncIterator[Delta]:
+    async def submit(self, request: GenerationRequest) -> AsyncIterator[Delta]:
         self.log.append("submit")
         self.requests.append(request)
         if request.model not in self.script:
@@ -60,7 +62,7 @@ class ScriptedEngine:
         if model in self.dies:
             raise EngineStopped("the engine has failed: out of memory")
 
-    def stats(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         return stats(
             max_step_adapters=self.max_step_adapters,
             slots_used=self.max_step_adapters,

@@ -164,7 +164,7 @@ class SmallEngine:
 
     def read_language(self, name: str, directory: Path, vocab_size: int) -> Language:
         """One of the adapter's own, whose texts the token 7 ends as well."""
-        return Language(FakeCodec(), frozenset({*self.eos, 7}), str(directory))
+        return Language(FakeCodec(key=str(directory)), frozenset({*self.eos, 7}), str(directory))
 
     def unload(self, name: str) -> None:
         self.core.adapters.unregister(name)

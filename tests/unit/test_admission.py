@@ -28,7 +28,7 @@ def admission() -> Admission:
     catalog.add(Entry("a", A, source="here", num_bytes=1, max_rank=8))
     catalog.add(Entry("g", G, source="here", num_bytes=1, max_rank=8, vocab_size=104))
     languages = Languages(Language(FakeCodec(), frozenset()), no_language)
-    languages.add(G, Language(FakeCodec(), frozenset()))
+    languages.add(G, Language(FakeCodec(key="g"), frozenset()))
     return Admission(catalog, Limits(max_model_len=10, vocab_size=100), languages)
 
 
@@ -42,7 +42,7 @@ def admit(
     *,
     model: str | None = None,
     request_id: str | None = None,
-    codec: object = None,
+    codec: str | None = None,
     **params: Any,
 ) -> list[Request]:
     return admission.admit(
@@ -208,7 +208,7 @@ def test_a_request_is_checked_against_the_adapter_that_it_holds(admission: Admis
 def test_tokens_for_another_tokenizer_are_sent_back(
     admission: Admission, model: str | None
 ) -> None:
-    codecs = {name: admission._languages.of(i).text for name, i in NAMES.items()}
+    codecs = {name: admission._languages.of(i).text.key for name, i in NAMES.items()}
     (sequence,) = admit(admission, model=model, codec=codecs[model])
     assert sequence.adapter_id == NAMES[model]
     other = codecs["a" if model == "g" else "g"]

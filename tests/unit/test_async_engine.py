@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from loramux.adapters.spec import PreparedAdapter
-from loramux.engine.async_engine import AsyncEngine, EngineStream
+from loramux.engine.async_engine import AsyncEngine
+from loramux.engine.service import EngineService
+from loramux.engine.streams import EngineStream
 from loramux.errors import (
     AdapterExists,
     AdapterRefused,
@@ -99,7 +101,7 @@ class Bench:
         assert isinstance(self.small.worker, GatedWorker)
         self.worker = self.small.worker
         self.folder = folder
-        self.engine = AsyncEngine(
+        service = EngineService(
             self.small.core,
             self.worker,
             self.small.admission,
@@ -108,16 +110,17 @@ class Bench:
             max_open=max_open,
             adapters=[(name, self.source(name)) for name in at_start],
         )
+        self.engine = AsyncEngine(service)
 
     def source(self, name: str) -> str:
         directory = self.folder / name
         directory.mkdir(exist_ok=True)
         return str(directory)
 
-    def submit(
+    async def submit(
         self, model: str | None = None, *, request_id: str | None = None, **params: Any
     ) -> EngineStream:
-        return self.engine.submit(
+        return await self.engine.submit(
             GenerationRequest(
                 prompt_token_ids=PROMPT,
                 params=SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **params}),
@@ -176,66 +179,67 @@ def following(count: int, adapter_id: str | None = None) -> list[int]:
 
 async def test_a_stream_yields_the_answer(running: Running) -> None:
     async with running() as bench:
-        done = await outcome(bench.submit())
+        done = await outcome(await bench.submit())
     assert (done.tokens, done.finish_reason) == (following(4), "length")
 
 
 async def test_a_stream_yields_each_token_as_it_comes(running: Running) -> None:
     async with running() as bench:
-        deltas: list[Delta] = [delta async for delta in bench.submit()]
+        deltas: list[Delta] = [delta async for delta in await bench.submit()]
     assert [delta.token_ids for delta in deltas] == [(token,) for token in following(4)]
 
 
 async def test_a_stream_yields_all_completions(running: Running) -> None:
     async with running() as bench:
-        done = await outcomes(bench.submit(n=3, temperature=1.0, seed=5), 3)
+        done = await outcomes(await bench.submit(n=3, temperature=1.0, seed=5), 3)
     assert [o.tokens for o in done] == [expected_tokens(None, PROMPT, 4, seed=s) for s in (5, 6, 7)]
 
 
 async def test_many_streams_run_side_by_side(running: Running) -> None:
     models = [None, "a", "b", "c", "d"] * 8
     async with running(at_start="abcd") as bench:
-        done = await asyncio.gather(*(outcome(bench.submit(model)) for model in models))
-        assert bench.engine.stats().max_step_adapters == 2
+        streams = [await bench.submit(model) for model in models]
+        done = await asyncio.gather(*map(outcome, streams))
+        assert (await bench.engine.stats()).max_step_adapters == 2
     assert [o.tokens for o in done] == [following(4, model) for model in models]
 
 
 async def test_deltas_wait_for_a_late_reader(running: Running) -> None:
     async with running() as bench:
-        early = bench.submit()
-        await outcome(bench.submit(max_tokens=8))
+        early = await bench.submit()
+        await outcome(await bench.submit(max_tokens=8))
         assert (await outcome(early)).tokens == following(4)
 
 
 async def test_a_request_that_cannot_run_is_refused_at_once(running: Running) -> None:
     async with running() as bench:
         with pytest.raises(UnknownModel):
-            bench.submit("unknown")
+            await bench.submit("unknown")
 
 
 async def test_too_many_requests_are_refused_until_one_ends(running: Running) -> None:
     async with running(max_open=2) as bench:
-        streams = [bench.submit(), bench.submit()]
+        streams = [await bench.submit(), await bench.submit()]
         with pytest.raises(TooManyRequests):
-            bench.submit()
+            await bench.submit()
         for stream in streams:
             await outcome(stream)
-        await outcome(bench.submit())
+        await outcome(await bench.submit())
 
 
 async def test_an_id_in_use_is_refused_until_its_request_ends(running: Running) -> None:
     async with running() as bench:
-        first = bench.submit(request_id="x")
+        first = await bench.submit(request_id="x")
         with pytest.raises(InvalidRequest, match="'x'") as refusal:
-            bench.submit(request_id="x")
+            await bench.submit(request_id="x")
         assert refusal.value.param == "request_id"
         assert (await outcome(first)).tokens == following(4)
-        assert (await outcome(bench.submit(request_id="x"))).tokens == following(4)
+        assert (await outcome(await bench.submit(request_id="x"))).tokens == following(4)
 
 
 async def test_an_idle_engine_runs_no_steps(running: Running) -> None:
     async with running() as bench:
-        await outcome(bench.submit())
+        await outcome(await bench.submit())
         calls = []
         step = bench.small.core.step
         bench.small.core.step = lambda: calls.append(1) or step()
@@ -249,7 +253,7 @@ async def test_an_idle_engine_runs_no_steps(running: Running) -> None:
 async def test_an_abort_ends_the_stream(running: Running) -> None:
     async with running() as bench:
         bench.worker.step_gate.clear()
-        stream = bench.submit(max_tokens=20, n=2)
+        stream = await bench.submit(max_tokens=20, n=2)
         await bench.hold_step()
         stream.abort()
         bench.worker.step_gate.set()
@@ -261,9 +265,9 @@ async def test_an_abort_ends_the_stream(running: Running) -> None:
 async def test_an_abort_before_the_first_step_ends_the_stream(running: Running) -> None:
     async with running() as bench:
         bench.worker.step_gate.clear()
-        first = bench.submit()
+        first = await bench.submit()
         await bench.hold_step()
-        waiting = bench.submit()
+        waiting = await bench.submit()
         waiting.abort()
         waiting.abort()
         bench.worker.step_gate.set()
@@ -274,19 +278,19 @@ async def test_an_abort_before_the_first_step_ends_the_stream(running: Running) 
 
 async def test_an_abort_after_the_end_does_nothing(running: Running) -> None:
     async with running() as bench:
-        stream = bench.submit()
+        stream = await bench.submit()
         await outcome(stream)
         stream.abort()
-        assert (await outcome(bench.submit())).tokens == following(4)
-        assert bench.engine.stats().requests_aborted == 0
+        assert (await outcome(await bench.submit())).tokens == following(4)
+        assert (await bench.engine.stats()).requests_aborted == 0
 
 
 async def test_an_aborted_request_makes_room(running: Running) -> None:
     async with running(max_open=1) as bench:
-        stream = bench.submit(max_tokens=20)
+        stream = await bench.submit(max_tokens=20)
         stream.abort()
         await outcome(stream)
-        await outcome(bench.submit())
+        await outcome(await bench.submit())
 
 
 # Adapters
@@ -294,7 +298,7 @@ async def test_an_aborted_request_makes_room(running: Running) -> None:
 
 async def test_adapters_named_at_start_are_loaded(running: Running) -> None:
     async with running(at_start="ab") as bench:
-        assert [info.name for info in bench.engine.adapters()] == ["a", "b"]
+        assert [info.name for info in await bench.engine.adapters()] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("name", "error"), [("bad", AdapterRefused), ("base", AdapterExists)])
@@ -310,37 +314,37 @@ async def test_an_adapter_that_fails_at_start_stops_the_engine(
         thread.join(5)
     assert not [thread for thread in left if thread.is_alive()]
     with pytest.raises(EngineStopped):
-        bench.submit()
+        await bench.submit()
 
 
 async def test_an_adapter_can_be_loaded_while_others_answer(running: Running) -> None:
     async with running(at_start="a") as bench:
-        long = bench.submit("a", max_tokens=20)
+        long = await bench.submit("a", max_tokens=20)
         info = await bench.engine.load_adapter("b", bench.source("b"), pinned=True)
         assert (info.name, info.pinned) == ("b", True)
-        assert (await outcome(bench.submit("b"))).tokens == following(4, "b")
+        assert (await outcome(await bench.submit("b"))).tokens == following(4, "b")
         assert (await outcome(long)).tokens == following(20, "a")
 
 
 async def test_an_adapter_can_be_unloaded_while_it_answers(running: Running) -> None:
     async with running(at_start="a") as bench:
         bench.worker.step_gate.clear()
-        stream = bench.submit("a")
+        stream = await bench.submit("a")
         await bench.hold_step()
         unloading = asyncio.create_task(bench.engine.unload_adapter("a"))
         await asyncio.sleep(0)
         bench.worker.step_gate.set()
         await unloading
         with pytest.raises(UnknownModel):
-            bench.submit("a")
+            await bench.submit("a")
         assert (await outcome(stream)).tokens == following(4, "a")
 
 
 async def test_an_adapter_can_be_replaced_while_it_answers(running: Running) -> None:
     async with running(at_start="a") as bench:
-        old = bench.submit("a", max_tokens=20)
+        old = await bench.submit("a", max_tokens=20)
         await bench.engine.load_adapter("a", bench.source("new"), load_inplace=True)
-        new = bench.submit("a")
+        new = await bench.submit("a")
         assert (await outcome(old)).tokens == following(20, "a")
         assert (await outcome(new)).tokens == following(4, "new")
 
@@ -350,7 +354,7 @@ async def test_reading_an_adapter_delays_no_step(running: Running) -> None:
         bench.worker.read_gate.clear()
         loading = asyncio.create_task(bench.engine.load_adapter("a", bench.source("a")))
         assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
-        assert (await outcome(bench.submit())).tokens == following(4)
+        assert (await outcome(await bench.submit())).tokens == following(4)
         assert not loading.done()
         bench.worker.read_gate.set()
         assert (await loading).name == "a"
@@ -372,16 +376,16 @@ async def test_no_step_waits_for_the_copy_that_another_request_needs(running: Ru
         bench.worker.in_read.clear()
         bench.worker.read_gate.clear()
         bench.worker.step_gate.clear()
-        streams = [bench.submit(model, max_tokens=20) for model in "ab" * 4]
+        streams = [await bench.submit(model, max_tokens=20) for model in "ab" * 4]
         await bench.hold_step()
-        cold = bench.submit("cold")
+        cold = await bench.submit("cold")
         bench.worker.step_gate.set()
         assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
         done = await asyncio.gather(*map(outcome, streams))
         assert [o.tokens for o in done] == [following(20, model) for model in "ab" * 4]
         bench.worker.read_gate.set()
         # More steps, so that some come after the read as well.
-        late = bench.submit("a", max_tokens=20)
+        late = await bench.submit("a", max_tokens=20)
         assert (await outcome(cold)).tokens == following(4, "cold")
         await outcome(late)
         seconds = sorted(b - a for a, b in pairwise(bench.worker.step_ends))
@@ -396,7 +400,7 @@ async def test_of_two_loads_of_one_name_one_is_refused(running: Running) -> None
             return_exceptions=True,
         )
         assert sorted(type(r).__name__ for r in results) == ["AdapterExists", "AdapterInfo"]
-        assert len(bench.engine.adapters()) == 1
+        assert len(await bench.engine.adapters()) == 1
 
 
 async def test_a_taken_name_is_refused_before_anything_is_read(running: Running) -> None:
@@ -417,13 +421,13 @@ async def test_a_load_that_is_refused_leaves_the_engine_alive(
             await bench.engine.load_adapter("a", str(tmp_path / "missing"))
         with pytest.raises(UnknownAdapter):
             await bench.engine.unload_adapter("a")
-        assert (await outcome(bench.submit())).tokens == following(4)
+        assert (await outcome(await bench.submit())).tokens == following(4)
 
 
 async def test_a_call_that_is_cancelled_harms_nothing(running: Running) -> None:
     async with running() as bench:
         bench.worker.step_gate.clear()
-        stream = bench.submit()
+        stream = await bench.submit()
         await bench.hold_step()
         unloading = asyncio.create_task(bench.engine.unload_adapter("a"))
         await asyncio.sleep(0)
@@ -439,9 +443,9 @@ async def test_a_call_that_is_cancelled_harms_nothing(running: Running) -> None:
 async def fail_in_step(bench: Bench) -> list[EngineStream]:
     """Two streams, one of them not yet with the core, and a step that is about to fail."""
     bench.worker.step_gate.clear()
-    streams = [bench.submit(n=2)]
+    streams = [await bench.submit(n=2)]
     await bench.hold_step()
-    streams.append(bench.submit(n=2))
+    streams.append(await bench.submit(n=2))
     bench.worker.failure = RuntimeError("the device is lost")
     return streams
 
@@ -463,7 +467,7 @@ async def test_a_failed_engine_takes_nothing_new(running: Running) -> None:
         await outcomes(stream, 2)
         assert "the device is lost" in (bench.engine.failure or "")
         with pytest.raises(EngineStopped, match="the device is lost"):
-            bench.submit()
+            await bench.submit()
         with pytest.raises(EngineStopped, match="the device is lost"):
             await bench.engine.load_adapter("b", bench.source("b"))
         with pytest.raises(EngineStopped, match="the device is lost"):
@@ -475,8 +479,8 @@ async def test_a_failed_engine_still_tells_its_state(running: Running) -> None:
         (stream, _) = await fail_in_step(bench)
         bench.worker.step_gate.set()
         await outcomes(stream, 2)
-        assert [info.name for info in bench.engine.adapters()] == ["a"]
-        assert bench.engine.stats().num_steps == 0
+        assert [info.name for info in await bench.engine.adapters()] == ["a"]
+        assert (await bench.engine.stats()).num_steps == 0
 
 
 async def test_a_failed_step_ends_the_calls_that_wait(running: Running) -> None:
@@ -511,7 +515,7 @@ async def test_a_command_that_raises_is_a_failure(
     async with running() as bench:
         monkeypatch.setattr(bench.small.core, command, broken)
         bench.worker.step_gate.clear()
-        stream = bench.submit()
+        stream = await bench.submit()
         stream.abort()
         bench.worker.step_gate.set()
         done = await outcome(stream)
@@ -536,7 +540,7 @@ async def test_a_worker_that_cannot_install_is_a_failure(
 async def test_stopping_ends_streams_and_keeps_what_they_had(running: Running) -> None:
     async with running() as bench:
         bench.worker.step_gate.clear()
-        stream = bench.submit(max_tokens=20)
+        stream = await bench.submit(max_tokens=20)
         await bench.hold_step()
         stopping = asyncio.create_task(bench.engine.stop())
         await asyncio.sleep(0)
@@ -551,7 +555,7 @@ async def test_a_stopped_engine_takes_nothing_new(running: Running) -> None:
         await bench.engine.stop()
         assert bench.engine.failure == "the engine has been stopped"
         with pytest.raises(EngineStopped, match="stopped"):
-            bench.submit()
+            await bench.submit()
 
 
 async def test_nothing_is_taken_while_the_engine_stops(running: Running) -> None:
@@ -559,7 +563,7 @@ async def test_nothing_is_taken_while_the_engine_stops(running: Running) -> None
         stopping = asyncio.create_task(bench.engine.stop())
         await asyncio.sleep(0)
         with pytest.raises(EngineStopped):
-            bench.submit()
+            await bench.submit()
         await stopping
 
 
@@ -577,7 +581,7 @@ async def test_an_adapter_read_while_the_engine_stops_is_not_loaded(running: Run
 async def test_stopping_twice_waits_twice(running: Running) -> None:
     async with running() as bench:
         bench.worker.step_gate.clear()
-        bench.submit()
+        await bench.submit()
         await bench.hold_step()
         stops = [asyncio.create_task(bench.engine.stop()) for _ in range(2)]
         await asyncio.sleep(0)
@@ -592,7 +596,7 @@ async def test_an_engine_that_was_not_started_can_be_stopped(tmp_path: Path) -> 
 
 async def test_an_engine_that_was_not_started_takes_nothing(tmp_path: Path) -> None:
     with pytest.raises(EngineStopped):
-        Bench(tmp_path).submit()
+        await Bench(tmp_path).submit()
 
 
 async def test_a_failed_engine_can_be_stopped(running: Running) -> None:
@@ -613,20 +617,20 @@ ONE_COPY = {"adapter_bytes": {"a": 60, "b": 60}, "host_bytes": 100}
 async def test_an_adapter_without_a_copy_is_read_again(running: Running) -> None:
     async with running(at_start="ab", **ONE_COPY) as bench:
         for name in "abba":
-            done = await outcome(bench.submit(name))
+            done = await outcome(await bench.submit(name))
             assert done.tokens == following(4, name)
         assert bench.small.core.stats().host_evictions >= 2
 
 
 async def test_streams_go_on_while_an_adapter_is_read_again(running: Running) -> None:
     async with running(at_start="ab", **ONE_COPY) as bench:
-        assert (await outcome(bench.submit("b"))).tokens == following(4, "b")
+        assert (await outcome(await bench.submit("b"))).tokens == following(4, "b")
         bench.worker.read_gate.clear()
         bench.worker.in_read.clear()
-        late = asyncio.create_task(outcome(bench.submit("a")))
+        late = asyncio.create_task(outcome(await bench.submit("a")))
         assert await asyncio.to_thread(bench.worker.in_read.wait, 10)
         for model in (None, None):
-            assert (await outcome(bench.submit(model))).finish_reason == "length"
+            assert (await outcome(await bench.submit(model))).finish_reason == "length"
         assert not late.done()
         bench.worker.read_gate.set()
         assert (await late).tokens == following(4, "a")
@@ -634,9 +638,9 @@ async def test_streams_go_on_while_an_adapter_is_read_again(running: Running) ->
 
 async def test_the_engine_makes_no_steps_while_all_wait_for_a_source(running: Running) -> None:
     async with running(at_start="ab", **ONE_COPY) as bench:
-        await outcome(bench.submit("b"))
+        await outcome(await bench.submit("b"))
         bench.worker.read_gate.clear()
-        late = asyncio.create_task(outcome(bench.submit("a")))
+        late = asyncio.create_task(outcome(await bench.submit("a")))
         await asyncio.sleep(0.05)
         num_steps = bench.small.core.stats().num_steps
         used = time.process_time()
@@ -651,25 +655,27 @@ async def test_a_source_that_is_gone_ends_the_requests_that_wait_for_it_alone(
     running: Running,
 ) -> None:
     async with running(at_start="ab", **ONE_COPY) as bench:
-        await outcome(bench.submit("b"))
+        await outcome(await bench.submit("b"))
         (bench.folder / "a").rmdir()
-        failed, fine = await asyncio.gather(outcome(bench.submit("a")), outcome(bench.submit("b")))
+        failed, fine = await asyncio.gather(
+            outcome(await bench.submit("a")), outcome(await bench.submit("b"))
+        )
         assert failed.finish_reason == "error"
         assert "there is no such directory" in (failed.error or "")
         assert fine.tokens == following(4, "b")
         (bench.folder / "a").mkdir()
-        assert (await outcome(bench.submit("a"))).tokens == following(4, "a")
+        assert (await outcome(await bench.submit("a"))).tokens == following(4, "a")
 
 
 async def test_a_source_with_other_weights_is_not_taken_for_the_adapter(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(at_start="ab", **ONE_COPY) as bench:
-        await outcome(bench.submit("b"))
+        await outcome(await bench.submit("b"))
         read = bench.worker.read_adapter
         other = replace(read("a", bench.folder / "a"), adapter_id=AdapterId("other"))
         monkeypatch.setattr(bench.worker, "read_adapter", lambda name, directory: other)
-        failed = await outcome(bench.submit("a"))
+        failed = await outcome(await bench.submit("a"))
         assert failed.finish_reason == "error"
         assert "load_inplace" in (failed.error or "")
         assert "other" not in bench.worker.installed

@@ -10,7 +10,7 @@ from loramux import Guide
 from loramux.errors import AdapterReplaced, InvalidRequest
 from loramux.guide import GuideFailed
 from loramux.plan import PENDING_TOKEN, StepPlan
-from loramux.testing import FakeCodec, FakeWorker, expected_tokens
+from loramux.testing import FakeWorker, expected_tokens
 from loramux.types import GenerationRequest, SamplingParams
 from tests.unit.small_engine import SmallEngine
 
@@ -152,10 +152,10 @@ class Narrow:
 def test_an_answer_that_cannot_go_on_fails_alone(max_tokens: int, reason: str) -> None:
     engine = SmallEngine()
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, guide=Guide.regex("A+"))
-    request = GenerationRequest(prompt_token_ids=PROMPT, params=params, grammar=Narrow())
+    request = GenerationRequest(prompt_token_ids=PROMPT, params=params)
     plain = engine.submit(None, PROMPT, max_tokens=12)
     deltas = []
-    engine.core.add(engine.admission.admit(request))
+    engine.core.add(engine.admission.admit(request, Narrow()))
     while engine.core.has_work:
         deltas += engine.core.step()
     [sick] = [d for d in deltas if d.request_id != plain]
@@ -178,19 +178,13 @@ def test_a_refused_guide_holds_nothing() -> None:
 def test_a_grammar_that_comes_with_the_request_is_not_made_again() -> None:
     engine = SmallEngine()
     params = SamplingParams(guide=Guide.regex("bad"))
-    request = GenerationRequest(prompt_token_ids=PROMPT, params=params, grammar=Narrow())
-    [sequence] = engine.admission.admit(request)
+    request = GenerationRequest(prompt_token_ids=PROMPT, params=params)
+    [sequence] = engine.admission.admit(request, Narrow())
     assert isinstance(sequence.matcher, Narrow)
-
-
-def test_a_grammar_without_a_guide_guides_nothing() -> None:
-    request = GenerationRequest(prompt_token_ids=PROMPT, grammar=Narrow())
-    [sequence] = SmallEngine().admission.admit(request)
-    assert sequence.matcher is None
 
 
 def test_a_guide_for_a_codec_that_is_gone_is_sent_back() -> None:
     params = SamplingParams(guide=Guide.regex("A"))
-    request = GenerationRequest(prompt_token_ids=PROMPT, params=params, codec=FakeCodec())
+    request = GenerationRequest(prompt_token_ids=PROMPT, params=params, codec="of another")
     with pytest.raises(AdapterReplaced):
         SmallEngine().admission.admit(request)

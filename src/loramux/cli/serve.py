@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +15,9 @@ from loramux.cli.logs import setup_logging
 from loramux.cli.options import parse_adapters, with_options
 from loramux.config import EngineOptions, ServerOptions
 from loramux.server.key_file import read_keys
+
+if TYPE_CHECKING:
+    from loramux.engine.interface import Service
 
 
 @with_options
@@ -38,24 +42,43 @@ def serve(
     if server.adapter_root is not None and not Path(server.adapter_root).expanduser().is_dir():
         raise typer.BadParameter(f"--adapter-root {server.adapter_root} is no directory")
     setup_logging(server.log_format)
-    registry = None if server.registry is None else Registry(server.registry)
     keyring = read_keys(server.keys, os.environ)
 
     from loramux.server.listen import bind, serve_app
 
     # Before the model is loaded: a port that is taken should not cost minutes.
     with bind(server.host, server.port) as sock:
-        from loramux.engine.build import build_async_engine
+        from loramux.engine.async_engine import AsyncEngine
+        from loramux.engine.service_process import ServiceProcess
         from loramux.server.app import create_app
 
-        running = build_async_engine(base, options=engine, adapters=adapters, registry=registry)
-        app = create_app(running, options=server, keyring=keyring)
+        build = partial(
+            build_service, base, engine, adapters, server.registry, log_format=server.log_format
+        )
+        running = AsyncEngine(ServiceProcess(build))
 
         async def run() -> None:
             await running.start()
             try:
-                await serve_app(app, sock)
+                await serve_app(create_app(running, options=server, keyring=keyring), sock)
             finally:
                 await running.stop()
 
         asyncio.run(run())
+
+
+def build_service(
+    base: str,
+    options: EngineOptions,
+    adapters: dict[str, str],
+    registry: str | None,
+    *,
+    log_format: str,
+) -> Service:
+    """Make the engine, in a process of its own. Raises LoramuxError."""
+    setup_logging(log_format)
+    place = None if registry is None else Registry(registry)
+
+    from loramux.engine import build
+
+    return build.build_service(base, options, adapters, registry=place)

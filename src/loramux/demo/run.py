@@ -22,25 +22,25 @@ async def answer_all(
     started = time.perf_counter()
     # All are submitted before the first is awaited, and all prompts are tokens before the first
     # is submitted, so that one step can hold all of them.
-    requests = [(answer, _request(engine, answer, max_tokens)) for answer in grid.answers]
-    running = [(answer, _submit(engine, answer, request)) for answer, request in requests]
+    requests = [(answer, await _request(engine, answer, max_tokens)) for answer in grid.answers]
+    running = [(answer, await _submit(engine, answer, request)) for answer, request in requests]
     await asyncio.gather(*(_follow(answer, stream, on_finish) for answer, stream in running))
-    return summarise(grid, engine.stats(), time.perf_counter() - started)
+    return summarise(grid, await engine.stats(), time.perf_counter() - started)
 
 
-def _request(engine: Engine, answer: Answer, max_tokens: int) -> GenerationRequest:
-    codec = engine.text_of(answer.model)
+async def _request(engine: Engine, answer: Answer, max_tokens: int) -> GenerationRequest:
+    codec = await engine.text_of(answer.model)
     return GenerationRequest(
         prompt_token_ids=codec.render_chat([{"role": "user", "content": answer.prompt}]),
         params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
         model=answer.model,
-        codec=codec,
+        codec=codec.key,
     )
 
 
-def _submit(engine: Engine, answer: Answer, request: GenerationRequest) -> Stream | None:
+async def _submit(engine: Engine, answer: Answer, request: GenerationRequest) -> Stream | None:
     try:
-        return engine.submit(request)
+        return await engine.submit(request)
     except LoramuxError as error:
         answer.fail(str(error))
         return None

@@ -51,15 +51,17 @@ class LanguageReader:
         with _refusal(name):
             files = _read_files(directory)
             if not files:
-                text = AdapterText(self._base, vocab_size, self._eos_token_ids)
+                key = _key("", vocab_size)
+                text = AdapterText(self._base, vocab_size, self._eos_token_ids, key)
                 return Language(text, self._eos_token_ids, warnings=(_NO_TOKENIZER,))
             tokenizer = _load(files)
             _check(tokenizer, vocab_size)
             tokenizer.chat_template = tokenizer.chat_template or self._base.chat_template
             eos = tokenizer.eos_token_id
             ends = self._eos_token_ids | ({eos} if isinstance(eos, int) else set())
-            text = AdapterText(tokenizer, vocab_size, ends)
-        return Language(text, ends, _digest(files))
+            digest = _digest(files)
+            text = AdapterText(tokenizer, vocab_size, ends, _key(digest, vocab_size))
+        return Language(text, ends, digest)
 
 
 class AdapterText(HFText):
@@ -70,10 +72,16 @@ class AdapterText(HFText):
         tokenizer: PreTrainedTokenizerBase,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
+        key: str = "",
     ) -> None:
-        super().__init__(tokenizer, eos_token_ids)
+        super().__init__(tokenizer, eos_token_ids, key)
+        self._vocab_size = vocab_size
         self._known = min(vocab_size, _num_ids(tokenizer))
         self._has_failed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        made_of = (self._tokenizer, self._vocab_size, self._eos_token_ids, self.key)
+        return AdapterText, made_of
 
     def encode(self, text: str) -> list[int]:
         with _invalid("prompt"):
@@ -155,6 +163,11 @@ def _digest(files: Mapping[str, bytes]) -> str:
     for name in sorted(files):
         digest.update(f"{name} {len(files[name])}\n".encode() + files[name])
     return digest.hexdigest()
+
+
+def _key(digest: str, vocab_size: int) -> str:
+    """What a codec hangs on beside the base."""
+    return f"{digest} {vocab_size}"
 
 
 @contextmanager

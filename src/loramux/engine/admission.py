@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from loramux.adapters.catalog import Catalog, Entry
+from loramux.engine.interface import EngineText
 from loramux.engine.languages import Languages
 from loramux.errors import AdapterReplaced, InvalidRequest
 from loramux.guide import Grammar
 from loramux.scheduling.request import Request
-from loramux.types import GenerationRequest, RequestId
+from loramux.types import GenerationRequest, RequestId, new_request_id
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class _Needs:
     request: GenerationRequest
     extremes: Mapping[str, tuple[int, int]]
     """The least and the largest token id of each field that has any."""
-    codec: object
-    """Whose tokens and grammar they are; None: anybody's."""
+    codec: str | None
+    """Key of the codec whose tokens and grammar they are; None: anybody's."""
 
 
 class Admission:
@@ -43,11 +43,19 @@ class Admission:
         self.limits = limits
         self._languages = languages
 
-    def admit(self, request: GenerationRequest) -> list[Request]:
+    def compiler_of(self, request: GenerationRequest) -> EngineText:
+        """The codec to compile a request's guide with. Raises UnknownModel or AdapterReplaced."""
+        text = self._languages.of(self.catalog.id_of(request.model)).text
+        if request.codec not in (None, text.key):
+            raise AdapterReplaced(str(request.model))
+        return text
+
+    def admit(self, request: GenerationRequest, grammar: Grammar | None = None) -> list[Request]:
         """One sequence for each completion asked for, all holding the adapter.
 
-        A guide without its grammar is compiled here. Raises UnknownModel, AdapterReplaced,
-        InvalidRequest or MissingPackage, and then holds nothing.
+        ``grammar`` is what the request's codec has made of its guide; if not, it is compiled here.
+        Raises UnknownModel, AdapterReplaced, InvalidRequest or MissingPackage, and then holds
+        nothing.
         """
         params = request.params
         prompt = list(request.prompt_token_ids)
@@ -64,10 +72,13 @@ class Admission:
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": biased,
         }
-        grammar, codec = self._grammar(request)
+        codec = request.codec
+        if params.guide is not None and grammar is None:
+            text = self.compiler_of(request)
+            grammar, codec = text.compile(params.guide), text.key
         extremes = {p: (min(ids), max(ids)) for p, ids in named.items() if ids}
         needs = _Needs(request, extremes, codec)
-        parent_id = request.request_id or RequestId(f"req-{uuid.uuid4().hex}")
+        parent_id = request.request_id or new_request_id()
         seed = random.getrandbits(63) if params.seed is None else params.seed
         adapter_id = self.catalog.hold(
             request.model, params.n, check=lambda entry: self._check_model(entry, needs)
@@ -88,17 +99,6 @@ class Admission:
             for index in range(params.n)
         ]
 
-    def _grammar(self, request: GenerationRequest) -> tuple[Grammar | None, object]:
-        """What the request's guide has become, and the codec that tokens and grammar are for."""
-        guide = request.params.guide
-        if guide is None or request.grammar is not None:
-            return None if guide is None else request.grammar, request.codec
-        codec = request.codec
-        text = self._languages.of(self.catalog.id_of(request.model)).text
-        if codec is not None and codec is not text:
-            raise AdapterReplaced(str(request.model))
-        return text.compile(guide), text
-
     def _check_tokens(self, prompt: Sequence[int]) -> None:
         if not prompt:
             raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
@@ -115,7 +115,7 @@ class Admission:
             if wrong is not None:
                 raise InvalidRequest(f"token id {wrong} is not in 0 … {vocab - 1}", param)
         adapter_id = None if entry is None else entry.adapter_id
-        if needs.codec is not None and needs.codec is not self._languages.of(adapter_id).text:
+        if needs.codec not in (None, self._languages.of(adapter_id).text.key):
             raise AdapterReplaced(str(needs.request.model))
 
     def _check_length(self, prompt: int, max_tokens: int | None) -> int:

@@ -1,190 +1,78 @@
-"""The engine in a thread of its own, under an event loop."""
+"""An engine's face to an event loop: streams over a service, wherever that runs."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import queue
-import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import replace
 
-from loramux.adapters.registry import Registry
-from loramux.adapters.sources import AdapterSources
-from loramux.engine.adapters import AdapterReader
-from loramux.engine.admin import AdapterAdmin
-from loramux.engine.admission import Admission
-from loramux.engine.core import EngineCore
-from loramux.engine.fetcher import Fetcher, Outcome
-from loramux.engine.interface import TextCodec, Worker
-from loramux.engine.languages import Languages
-from loramux.engine.origins import Origin
-from loramux.errors import EngineStopped, InvalidRequest, LoramuxError, TooManyRequests
+from loramux.engine.interface import Service, TextCodec
+from loramux.engine.streams import EngineStream, Streams
+from loramux.errors import EngineStopped
 from loramux.types import (
     AdapterInfo,
     Delta,
     EngineStats,
     GenerationRequest,
-    RequestId,
     SourceRules,
+    new_request_id,
 )
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-Command = Callable[[], Sequence[Delta] | None]
-"""Runs in the engine's thread between two steps; the deltas it gives rise to are delivered."""
-
-
-class EngineStream:
-    """One request's deltas, in an event loop."""
-
-    def __init__(self, request_id: RequestId, num_completions: int, engine: AsyncEngine) -> None:
-        self.request_id = request_id
-        self._open = set(range(num_completions))
-        self._engine = engine
-        self._deltas: asyncio.Queue[Delta] = asyncio.Queue()
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while self._open or not self._deltas.empty():
-            yield await self._deltas.get()
-
-    def abort(self) -> None:
-        """Stop the request wherever it is; its completions end with the reason ``abort``."""
-        if self._open:
-            self._engine.abort(self.request_id)
-
-    def push(self, delta: Delta) -> bool:
-        """Take a delta; whether more are to come."""
-        if delta.finish_reason is not None:
-            self._open.remove(delta.index)
-        self._deltas.put_nowait(delta)
-        return bool(self._open)
-
-    def fail(self, error: str) -> None:
-        """End every completion that is still open."""
-        for index in sorted(self._open):
-            self.push(Delta(self.request_id, index, "", (), finish_reason="error", error=error))
 
 
 class AsyncEngine:
-    """Implements ``engine.interface.Engine``.
+    """Implements ``engine.interface.Engine`` over a service, and listens to it.
 
-    The event loop admits requests and reads adapters; a thread of the engine's own runs the steps
-    and whatever else touches the core, one command at a time between two steps. An exception that
-    nobody expected, in a step or in a command, ends the thread: what it leaves behind may be half
-    done, so every request and every call ends with an error and no new ones are taken.
+    When the service ends, every stream ends with an error and no new request is taken.
     """
 
-    def __init__(
-        self,
-        core: EngineCore,
-        worker: Worker,
-        admission: Admission,
-        languages: Languages,
-        *,
-        base_name: str,
-        max_open: int,
-        adapters: Sequence[tuple[str, str]] = (),
-        sources: AdapterSources | None = None,
-        registry: Registry | None = None,
-    ) -> None:
-        """``adapters`` are names and sources to load at start, and ``registry`` has more, which
-        give way to these; ``max_open`` bounds all requests."""
-        self.base_name = base_name
-        self.max_model_len = admission.limits.max_model_len
-        self._core = core
-        self._languages = languages
-        self._admission = admission
-        reader = AdapterReader(worker, sources or AdapterSources(), languages)
-        self._fetcher = Fetcher(reader, self._take)
-        self._admin = AdapterAdmin(
-            core,
-            admission.catalog,
-            reader,
-            languages,
-            self._call,
-            registry=registry,
-            reserved=[name for name, _ in adapters],
-        )
-        self._max_open = max_open
-        self._adapters_at_start = tuple(adapters)
-        self._streams: dict[RequestId, EngineStream] = {}
-        self._calls: set[asyncio.Future[object]] = set()
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._stopping = False
-        self._ended = asyncio.Event()
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._streams = Streams(service.abort)
         self._failure: str | None = None
 
     @property
+    def base_name(self) -> str:
+        """Known once the engine has started."""
+        return self._service.base_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Known once the engine has started."""
+        return self._service.max_model_len
+
+    @property
     def failure(self) -> str | None:
-        """Why the engine takes no more requests, once its thread has ended."""
+        """Why the engine takes no more requests, once it has ended."""
         return self._failure
 
     async def start(self) -> None:
-        """Start the engine's thread, load the adapters named at start and take in the registry's.
-
-        Raises AdapterError.
-        """
-        assert self._thread is None, "an engine starts once"
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._run, name="loramux-engine", daemon=True)
-        self._thread.start()
-        try:
-            for name, source in self._adapters_at_start:
-                await self.load_adapter(name, source)
-            await self._admin.restore()
-        except BaseException:
-            await self.stop()
-            raise
+        """Raises LoramuxError."""
+        await self._service.start(self)
 
     async def stop(self) -> None:
-        """End all requests with the reason ``abort``, and the thread after its current step."""
-        if self._thread is None:
-            return
-        if not self._stopping:
-            self._stopping = True
-            for request_id in self._streams:
-                self.abort(request_id)
-            self._commands.put(None)
-        await self._ended.wait()
-        self._thread.join()
+        """End all requests with the reason ``abort``, and the engine after its current step."""
+        await self._service.stop()
 
-    async def prepare(self, model: str | None) -> None:
-        """Raises AdapterError."""
-        await self._admin.prepare(model)
-
-    def text_of(self, model: str | None) -> TextCodec:
-        """The codec of a model. Raises UnknownModel."""
-        return self._languages.of(self._admission.catalog.id_of(model)).text
-
-    def submit(self, request: GenerationRequest) -> EngineStream:
-        """Raises RequestError, or EngineStopped when the engine is down."""
+    async def submit(self, request: GenerationRequest) -> EngineStream:
+        """Raises RequestError, MissingPackage, or EngineStopped when the engine is down."""
         self._check_alive()
-        if len(self._streams) >= self._max_open:
-            raise TooManyRequests(
-                f"{len(self._streams)} requests run or wait, which is the limit: try again later"
-            )
-        if request.request_id in self._streams:
-            raise InvalidRequest(
-                f"a request with the id {request.request_id!r} is still running: choose another "
-                "one or none",
-                "request_id",
-            )
-        sequences = self._admission.admit(request)
-        request_id = sequences[0].parent_id
-        stream = EngineStream(request_id, len(sequences), self)
-        self._streams[request_id] = stream
-        self._commands.put(lambda: self._core.add(sequences))
+        request_id = request.request_id or new_request_id()
+        # Before the request is: the first delta may be here before the service's answer.
+        stream = self._streams.open(request_id, request.params.n)
+        try:
+            await self._service.submit(replace(request, request_id=request_id))
+        except asyncio.CancelledError:
+            stream.abort()
+            self._streams.drop(request_id)
+            raise
+        except BaseException:
+            self._streams.drop(request_id)
+            raise
         return stream
 
-    def abort(self, request_id: RequestId) -> None:
-        """Stop a request wherever it is; nothing happens if it has ended."""
-        self._commands.put(lambda: self._core.abort(request_id))
+    async def text_of(self, model: str | None) -> TextCodec:
+        """The codec of a model. Raises UnknownModel or AdapterError."""
+        return await self._service.text_of(model)
 
     async def load_adapter(
         self,
@@ -197,117 +85,33 @@ class AsyncEngine:
     ) -> AdapterInfo:
         """Read, check and register an adapter while steps go on. Raises AdapterError."""
         self._check_alive()
-        return await self._admin.load(
+        return await self._service.load_adapter(
             name, source, load_inplace=load_inplace, pinned=pinned, rules=rules
         )
 
     async def unload_adapter(self, name: str) -> None:
         """Take no new requests for a name; running ones finish. Raises UnknownAdapter."""
-        await self._admin.unload(name)
+        await self._service.unload_adapter(name)
 
     async def pin_adapter(self, name: str, *, pinned: bool) -> AdapterInfo:
         """Raises UnknownAdapter or AdapterRefused."""
-        return await self._admin.pin(name, pinned=pinned)
+        return await self._service.pin_adapter(name, pinned=pinned)
 
-    def adapters(self) -> list[AdapterInfo]:
-        return self._core.adapters.infos()
+    async def adapters(self) -> list[AdapterInfo]:
+        return await self._service.adapters()
 
-    def stats(self) -> EngineStats:
-        return self._core.stats()
+    async def stats(self) -> EngineStats:
+        return await self._service.stats()
 
-    # The event loop's side.
+    # What the service says.
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        self._streams.deliver(deltas)
+
+    def end(self, failure: str) -> None:
+        self._failure = failure
+        self._streams.fail(failure)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineStopped(f"{self._failure}: restart the server")
-        if self._thread is None or self._stopping:
-            raise EngineStopped("the engine is not running")
-
-    async def _call(self, command: Callable[[], T]) -> T:
-        """Run a command in the engine's thread and wait for its result.
-
-        A LoramuxError means that nothing has changed, and is the caller's.
-        """
-        self._check_alive()
-        assert self._loop is not None
-        loop, future = self._loop, self._loop.create_future()
-
-        def settle(result: T | None, error: LoramuxError | None) -> None:
-            if future.done():  # the caller has been cancelled
-                return
-            if error is None:
-                future.set_result(result)
-            else:
-                future.set_exception(error)
-
-        def run() -> None:
-            result, error = None, None
-            try:
-                result = command()
-            except LoramuxError as refusal:
-                error = refusal
-            loop.call_soon_threadsafe(settle, result, error)
-
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        self._commands.put(run)
-        return await future
-
-    def _deliver(self, deltas: Sequence[Delta]) -> None:
-        for delta in deltas:
-            stream = self._streams.get(delta.request_id)
-            if stream is not None and not stream.push(delta):
-                del self._streams[delta.request_id]
-
-    def _end(self, failure: str) -> None:
-        """The thread has ended: nobody may go on waiting for it."""
-        self._failure = failure
-        for stream in self._streams.values():
-            stream.fail(failure)
-        self._streams.clear()
-        for call in list(self._calls):
-            if not call.done():
-                call.set_exception(EngineStopped(failure))
-        self._ended.set()
-
-    # The thread.
-
-    def _run(self) -> None:
-        failure = "the engine has been stopped"
-        try:
-            while self._run_commands(wait=not self._core.can_step):
-                self._send(self._core.step())
-                self._fetcher.start(self._core.take_fetches())
-            self._core.step()  # one may be in flight; its requests have been aborted
-        except BaseException as error:
-            log.exception("the engine has failed")
-            failure = f"the engine has failed: {type(error).__name__}: {error}"
-        assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # a loop that was closed has nobody left to tell
-            self._loop.call_soon_threadsafe(self._end, failure)
-
-    def _run_commands(self, *, wait: bool) -> bool:
-        """Run all that has been posted, after waiting for it if ``wait``; False at the end."""
-        while True:
-            try:
-                command = self._commands.get(block=wait)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            self._send(command())
-            self._fetcher.start(self._core.take_fetches())
-            wait = wait and not self._core.can_step
-
-    def _take(self, origin: Origin, outcome: Outcome) -> None:
-        """An adapter has been fetched, or not; called in a thread of the fetcher."""
-        if isinstance(outcome, str):
-            error = outcome
-            self._commands.put(lambda: self._core.fetch_failed(origin, error))
-        else:
-            self._commands.put(lambda: self._core.fetched(origin, outcome))
-
-    def _send(self, deltas: Sequence[Delta] | None) -> None:
-        if deltas:
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._deliver, deltas)

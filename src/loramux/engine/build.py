@@ -24,6 +24,7 @@ from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.async_engine import AsyncEngine
 from loramux.engine.core import EngineCore
 from loramux.engine.languages import Language, Languages
+from loramux.engine.service import EngineService
 from loramux.engine.text import HFText
 from loramux.errors import ModelNotServable
 from loramux.lora.host_memory import host_memory_for
@@ -78,15 +79,15 @@ class Parts:
     """The same for bases on which adapters have the same sizes."""
     sources: AdapterSources = field(default_factory=AdapterSources)
 
-    def async_engine(
+    def service(
         self,
         *,
         max_open: int,
         adapters: Sequence[tuple[str, str]] = (),
         registry: Registry | None = None,
-    ) -> AsyncEngine:
-        """The same with a thread, not started; see ``AsyncEngine`` for what it takes."""
-        return AsyncEngine(
+    ) -> EngineService:
+        """The same with a thread, not started; see ``EngineService`` for what it takes."""
+        return EngineService(
             self.core,
             self.worker,
             self.admission,
@@ -106,15 +107,26 @@ def build_async_engine(
     served_name: str | None = None,
     registry: Registry | None = None,
 ) -> AsyncEngine:
-    """An engine that ``await engine.start()`` sets going.
+    """An engine in a thread of this process, which ``await engine.start()`` sets going.
 
     Raises ConfigError, ModelNotServable, or RegistryUnusable for one of another base.
     """
+    return AsyncEngine(build_service(base, options, adapters, served_name, registry))
+
+
+def build_service(
+    base: str,
+    options: EngineOptions | None = None,
+    adapters: Mapping[str, str] | None = None,
+    served_name: str | None = None,
+    registry: Registry | None = None,
+) -> EngineService:
+    """The same without streams. Raises as above."""
     options = options or EngineOptions()
     parts = build_parts(base, options, served_name)
     if registry is not None:
         registry.bind(parts.base_shape)
-    return parts.async_engine(
+    return parts.service(
         max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
         adapters=tuple((adapters or {}).items()),
         registry=registry,

@@ -85,7 +85,12 @@ class Stream(Protocol):
 
 
 class TextCodec(Protocol):
-    """Text to tokens and back, by one tokenizer."""
+    """Text to tokens and back, by one tokenizer. Can be pickled, to be used in another process."""
+
+    @property
+    def key(self) -> str:
+        """The same for codecs that do the same; tokens of another one mean something else."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, with the special tokens that the tokenizer adds by itself."""
@@ -97,13 +102,6 @@ class TextCodec(Protocol):
         """Tokens of a conversation that ends where the assistant speaks.
 
         Raises InvalidRequest when the model has no chat template or the template refuses.
-        """
-        ...
-
-    def compile(self, guide: Guide) -> Grammar:
-        """A guide made ready, which may take a second; for any thread.
-
-        Raises InvalidRequest for one that cannot be followed, MissingPackage without llguidance.
         """
         ...
 
@@ -119,41 +117,33 @@ class Detokenizer(Protocol):
 
 
 class EngineText(TextCodec, Protocol):
-    """A codec that can also follow a completion."""
+    """A codec that can also follow a completion, and guide it."""
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
 
+    def compile(self, guide: Guide) -> Grammar:
+        """A guide made ready, which may take a second; for any thread.
 
-class Engine(Protocol):
-    """Runs requests; ``AsyncEngine`` is one, ``testing.FakeEngine`` another.
-
-    All methods are called from one event loop.
-    """
-
-    base_name: str
-    max_model_len: int
-
-    async def prepare(self, model: str | None) -> None:
-        """Get ready for a request to a model: await it before ``text_of`` and ``submit``.
-
-        An adapter may be known to a registry alone, or its tokenizer not have been read. A model
-        that nobody knows is no error yet. Raises AdapterError.
+        Raises InvalidRequest for one that cannot be followed, MissingPackage without llguidance.
         """
         ...
 
-    def text_of(self, model: str | None) -> TextCodec:
+
+class EngineCalls(Protocol):
+    """What can be asked of an engine beside answers, from one event loop."""
+
+    @property
+    def base_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    async def text_of(self, model: str | None) -> TextCodec:
         """The codec of a model: an adapter with more tokens than the base may have its own.
 
-        Give it along with the tokens that it has made: the name may come to mean another adapter
-        before they are submitted. Raises UnknownModel.
-        """
-        ...
-
-    def submit(self, request: GenerationRequest) -> Stream:
-        """Queue a request. Raises RequestError (UnknownModel, InvalidRequest, AdapterReplaced) at
-        once, so that a server can answer with a status before it starts a stream; EngineStopped
-        when it is down. A guide that comes without its grammar is compiled here, which holds up
-        the event loop, and raises MissingPackage without llguidance.
+        Give its key along with the tokens that it has made: the name may come to mean another
+        adapter before they are submitted. Raises UnknownModel, or AdapterError where an adapter's
+        tokenizer cannot be read.
         """
         ...
 
@@ -183,11 +173,61 @@ class Engine(Protocol):
         """
         ...
 
-    def adapters(self) -> list[AdapterInfo]: ...
+    async def adapters(self) -> list[AdapterInfo]: ...
 
-    def stats(self) -> EngineStats: ...
+    async def stats(self) -> EngineStats: ...
+
+
+class Engine(EngineCalls, Protocol):
+    """Runs requests; ``AsyncEngine`` is one, ``testing.FakeEngine`` another.
+
+    All methods are called from one event loop. Once the engine is down they raise EngineStopped,
+    but for ``adapters`` and ``stats``, which tell what was known last.
+    """
+
+    async def submit(self, request: GenerationRequest) -> Stream:
+        """Queue a request. Raises RequestError (UnknownModel, InvalidRequest, AdapterReplaced) at
+        once, so that a server can answer with a status before it starts a stream; MissingPackage
+        for a guide without llguidance; EngineStopped when it is down.
+        """
+        ...
 
     @property
     def failure(self) -> str | None:
         """Why the engine has died, or None while it lives."""
+        ...
+
+
+class Listener(Protocol):
+    """Hears what an engine's service has to say, in the event loop that has started it."""
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """What one step or command gave rise to."""
+        ...
+
+    def end(self, failure: str) -> None:
+        """The service has ended, with the reason; nothing follows."""
+        ...
+
+
+class Service(EngineCalls, Protocol):
+    """An engine below its streams: in this process (``EngineService``) or in another one.
+
+    After the end calls raise EngineStopped.
+    """
+
+    async def start(self, listener: Listener) -> None:
+        """Get ready for requests. Raises LoramuxError, and has ended then."""
+        ...
+
+    async def stop(self) -> None:
+        """End all requests with the reason ``abort``, then the service."""
+        ...
+
+    async def submit(self, request: GenerationRequest) -> None:
+        """Queue a request that has an id. Raises as ``Engine.submit`` does."""
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Stop a request wherever it is; nothing happens if it has ended."""
         ...

@@ -26,15 +26,23 @@ class HFText:
     """The engine's TextCodec over ``tokenizer``."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int] = ()
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Collection[int] = (),
+        key: str = "",
     ) -> None:
         """``eos_token_ids`` end a text; there are no guides without."""
+        self.key = key
         self._tokenizer = tokenizer
-        self._grammars = Grammars(tokenizer, eos_token_ids)
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._grammars = Grammars(tokenizer, self._eos_token_ids)
         self._decode = _decoder_of(tokenizer)
         self._special = frozenset(
             token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HFText, (self._tokenizer, self._eos_token_ids, self.key)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a prompt, with the special tokens that the tokenizer adds by itself.

@@ -59,7 +59,7 @@ async def unload_adapter(request: Request, context: Context) -> Response:
 @router.get("/v1/adapters")
 async def list_adapters(context: Context, caller: Reader) -> dict[str, Any]:
     """All that is known of each adapter that the caller may know of."""
-    return {"object": "list", "data": [asdict(info) for info in context.adapters(caller)]}
+    return {"object": "list", "data": [asdict(info) for info in await context.adapters(caller)]}
 
 
 @router.post(
@@ -77,7 +77,7 @@ async def add_adapter(request: Request, context: Context) -> dict[str, Any]:
 @router.get("/v1/adapters/{name:path}")
 async def get_adapter(name: str, context: Context, caller: Reader) -> dict[str, Any]:
     """All that is known of one adapter; names may hold slashes."""
-    for info in context.adapters(caller):
+    for info in await context.adapters(caller):
         if info.name == name:
             return asdict(info)
     raise UnknownAdapter(name)

@@ -10,7 +10,6 @@ from typing import Self
 
 from loramux.engine.interface import Engine, Stream, TextCodec
 from loramux.errors import EngineStopped, LoramuxError
-from loramux.guide import Grammar
 from loramux.server.errors import DeadlineExceeded, GenerationFailed
 from loramux.server.limits import Account
 from loramux.server.metrics import Timer
@@ -65,56 +64,80 @@ class Usage:
 class Answer:
     """All choices of one HTTP request; each prompt is one request of the engine.
 
-    Making it submits everything, or nothing where the engine refuses one of the prompts. Its
-    owner must call ``abort`` (or leave the ``with`` block) once the answer is no longer wanted,
-    finished or not. Its tokens are charged to ``account``: the prompts' once they are submitted,
-    all others as they are made. Raises KeyLimitReached where the prompts' are too many for now.
+    Its owner must call ``abort`` (or leave the ``with`` block) once the answer is no longer wanted,
+    finished or not. Its tokens are charged to ``account`` as they are made.
     """
 
     def __init__(
         self,
+        streams: Sequence[Stream],
+        *,
+        n: int,
+        num_prompt_tokens: int,
+        timer: Timer,
+        seconds: float,
+        deadline: float,
+        interval: float,
+        account: Account,
+    ) -> None:
+        """As ``submit`` has it; ``deadline`` is by the event loop's clock."""
+        self.deadline = deadline
+        self._streams = streams
+        self._n = n
+        self._num_prompt_tokens = num_prompt_tokens
+        self._timer = timer
+        self._seconds = seconds
+        self._interval = interval
+        self._account = account
+        self._num_output_tokens = 0
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._begun: set[int] = set()
+
+    @classmethod
+    async def submit(
+        cls,
         engine: Engine,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
         model: str | None,
         codec: TextCodec,
-        grammar: Grammar | None,
         timer: Timer,
         seconds: float,
         interval: float,
         account: Account,
-    ) -> None:
-        """``seconds``: until the answer must be complete. ``interval``: seconds between parts, but
-        for the first and the last."""
-        self._seconds = seconds
-        self._interval = interval
-        self.deadline = asyncio.get_running_loop().time() + seconds
-        """By the event loop's clock."""
-        self._n = params.n
-        self._timer = timer
-        self._account = account
-        self._num_prompt_tokens = sum(len(prompt) for prompt in prompts)
-        self._num_output_tokens = 0
-        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
-        self._begun: set[int] = set()
-        self._streams: list[Stream] = []
-        account.check_prompt(self._num_prompt_tokens)
+    ) -> Answer:
+        """Submit all prompts, or none where the engine refuses one of them.
+
+        ``seconds``: until the answer must be complete. ``interval``: seconds between parts, but for
+        the first and the last. Raises what ``Engine.submit`` does, and KeyLimitReached where the
+        prompts' tokens are too many for ``account`` at this time.
+        """
+        deadline = asyncio.get_running_loop().time() + seconds
+        num_prompt_tokens = sum(len(prompt) for prompt in prompts)
+        requests = [
+            GenerationRequest(
+                prompt_token_ids=token_ids, params=params, model=model, codec=codec.key
+            )
+            for token_ids in prompts
+        ]
+        # Before they are submitted: other requests of the same key run in between.
+        account.spend_prompt(num_prompt_tokens)
         try:
-            for token_ids in prompts:
-                request = GenerationRequest(
-                    prompt_token_ids=token_ids,
-                    params=params,
-                    model=model,
-                    codec=codec,
-                    grammar=grammar,
-                )
-                self._streams.append(engine.submit(request))
+            streams = await _submit_all(engine, requests)
         except BaseException:
-            self.abort()
+            account.refund(num_prompt_tokens)  # what the engine refuses costs nothing
             raise
-        # Not before: what the engine refuses costs nothing. No other request ran in between.
-        account.spend(self._num_prompt_tokens)
+        return cls(
+            streams,
+            n=params.n,
+            num_prompt_tokens=num_prompt_tokens,
+            timer=timer,
+            seconds=seconds,
+            deadline=deadline,
+            interval=interval,
+            account=account,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -199,6 +222,21 @@ class Answer:
             delta.finish_reason,
             delta.stop_reason,
         )
+
+
+async def _submit_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Stream]:
+    """The streams of all requests; if one cannot be submitted, none goes on and its error is
+    raised."""
+    tasks = [asyncio.create_task(engine.submit(request)) for request in requests]
+    try:
+        return [await task for task in tasks]
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(outcome, BaseException):
+                outcome.abort()
+        raise
 
 
 class _Arrivals:

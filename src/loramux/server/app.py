@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import PlainTextResponse, Response
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from loramux import __version__
 from loramux.config import ServerOptions
@@ -71,4 +71,4 @@ async def version() -> dict[str, str]:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(context: Context) -> Response:
     """Metrics in Prometheus' text format."""
-    return Response(generate_latest(context.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(await context.metrics.text(), media_type=CONTENT_TYPE_LATEST)

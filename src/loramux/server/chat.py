@@ -19,7 +19,7 @@ from loramux.server.context import Context
 from loramux.server.openapi import STREAMED, request_body
 from loramux.server.reply import reply
 from loramux.server.schema import ChatRequest
-from loramux.server.tokens import compile_guide, render_chat
+from loramux.server.tokens import render_chat
 
 router = APIRouter()
 
@@ -31,7 +31,6 @@ async def create_chat_completion(request: Request, context: Context, caller: Ask
     params = body.params()
     codec = await context.codec_of(body.model, caller)
     prompt = await render_chat(codec, [message.for_template() for message in body.messages])
-    grammar = await compile_guide(codec, params.guide, context.compilers)
     renderer = ChatRenderer(body, prompt, codec, answer_id=f"chatcmpl-{request.state.id}")
     try:
         return await reply(
@@ -42,7 +41,6 @@ async def create_chat_completion(request: Request, context: Context, caller: Ask
             caller=caller,
             prompts=[prompt],
             params=params,
-            grammar=grammar,
             renderer=renderer,
         )
     except InvalidRequest as error:

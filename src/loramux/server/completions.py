@@ -19,7 +19,7 @@ from loramux.server.context import Context
 from loramux.server.openapi import STREAMED, request_body
 from loramux.server.reply import reply
 from loramux.server.schema import CompletionRequest, Prompt
-from loramux.server.tokens import compile_guide, encode
+from loramux.server.tokens import encode
 
 router = APIRouter()
 
@@ -31,7 +31,6 @@ async def create_completion(request: Request, context: Context, caller: Asker) -
     params = body.params()
     codec = await context.codec_of(body.model, caller)
     prompts = [await encode(codec, prompt) for prompt in body.prompt]
-    grammar = await compile_guide(codec, params.guide, context.compilers)
     renderer = CompletionRenderer(body, prompts, codec, answer_id=f"cmpl-{request.state.id}")
     return await reply(
         request,
@@ -41,7 +40,6 @@ async def create_completion(request: Request, context: Context, caller: Asker) -
         caller=caller,
         prompts=prompts,
         params=params,
-        grammar=grammar,
         renderer=renderer,
     )
 

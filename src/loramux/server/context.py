@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -31,10 +30,6 @@ class ServerContext:
     """Unix time of the start, which ``/v1/models`` reports."""
     stopping: threading.Event = field(default_factory=threading.Event)
     """Set once the server has been told to stop: it takes no new work."""
-    compilers: Executor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="loramux-guide")
-    )
-    """Make guides ready: so few that a flood of bad ones takes no thread from other work."""
 
     def check_alive(self) -> None:
         """Raise EngineStopped with the cause once the engine has died."""
@@ -53,8 +48,7 @@ class ServerContext:
         Raises UnknownModel, or AdapterError where an adapter's tokenizer cannot be read.
         """
         model = self.engine_model(self.base_name if name is None else name, caller)
-        await self.engine.prepare(model)
-        return self.engine.text_of(model)
+        return await self.engine.text_of(model)
 
     def engine_model(self, name: str, caller: Caller) -> str | None:
         """A request's ``model`` as the engine knows it: None is the base model.
@@ -70,9 +64,9 @@ class ServerContext:
             raise UnknownModel(name)
         return name
 
-    def adapters(self, caller: Caller) -> list[AdapterInfo]:
+    async def adapters(self, caller: Caller) -> list[AdapterInfo]:
         """The adapters that the caller may know of."""
-        return [info for info in self.engine.adapters() if caller.may_see(info.name)]
+        return [info for info in await self.engine.adapters() if caller.may_see(info.name)]
 
 
 def _context(request: Request) -> ServerContext:

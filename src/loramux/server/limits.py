@@ -92,10 +92,15 @@ class Account:
         """Give the place back."""
         self.in_flight -= 1
 
-    def check_prompt(self, num_tokens: int) -> None:
-        """Raises KeyLimitReached where a prompt of ``num_tokens`` has to wait."""
+    def spend_prompt(self, num_tokens: int) -> None:
+        """Charge a prompt. Raises KeyLimitReached where it has to wait."""
         if self._tokens is not None and (wait := self._tokens.wait(num_tokens)):
             raise self._refusal("tokens_per_minute", wait)
+        self.spend(num_tokens)
+
+    def refund(self, num_tokens: int) -> None:
+        """Take back what was charged for a prompt that has not been submitted."""
+        self.spend(-num_tokens)
 
     def spend(self, num_tokens: int) -> None:
         """Charge tokens that have been submitted or made, whether they were left or not."""

@@ -74,7 +74,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets is not None
-        _log_ready(_context(self.config.app), sockets[0])
+        await _log_ready(_context(self.config.app), sockets[0])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         _context(self.config.app).stopping.set()
@@ -98,10 +98,10 @@ def _context(app: object) -> ServerContext:
     return app.state.context
 
 
-def _log_ready(context: ServerContext, sock: socket.socket) -> None:
+async def _log_ready(context: ServerContext, sock: socket.socket) -> None:
     host, port = sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    adapters = ", ".join(info.name for info in context.engine.adapters()) or "none"
+    adapters = ", ".join(info.name for info in await context.engine.adapters()) or "none"
     logger.info(
         "ready at http://%s:%d, base model %s, adapters: %s",
         shown,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -80,7 +81,9 @@ class Metrics:
         ``accounts`` are those of the keys.
         """
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(engine))
+        self._engine = engine
+        self._engine_figures = _EngineCollector()
+        self.registry.register(self._engine_figures)
         self.registry.register(_KeyCollector(accounts))
         self._requests = Counter(
             "loramux_http_requests",
@@ -103,6 +106,14 @@ class Metrics:
             "inter_token_seconds", "Time between tokens of one choice", _NEXT_TOKEN_BUCKETS
         )
         self._whole = self._histogram("request_seconds", "Request to last token", _REQUEST_BUCKETS)
+
+    async def text(self) -> bytes:
+        """All of them in Prometheus' text format."""
+        stats, adapters = await self._engine.stats(), await self._engine.adapters()
+        self._engine_figures.now = _EngineFigures(
+            stats, num_adapters=len(adapters), alive=self._engine.failure is None
+        )
+        return generate_latest(self.registry)
 
     def count(self, endpoint: str, status: int) -> None:
         """Count one HTTP answer; ``endpoint`` is a route's path, never a client's text."""
@@ -163,14 +174,24 @@ class Timer:
         self._whole.observe(time.perf_counter() - self._started)
 
 
-class _EngineCollector(Collector):
-    """Reads the engine's own figures when they are asked for."""
+@dataclass(frozen=True)
+class _EngineFigures:
+    """What the engine says of itself."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    stats: EngineStats
+    num_adapters: int
+    alive: bool
+
+
+class _EngineCollector(Collector):
+    """Writes the engine's own figures, which collecting could not wait for."""
+
+    now: _EngineFigures | None = None
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        if self.now is None:
+            return
+        stats = self.now.stats
         for name, (metric, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"loramux_{metric}", text, value=getattr(stats, name))
         for name, (metric, text) in _COUNTERS.items():
@@ -189,12 +210,9 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily(
             "loramux_adapters",
             "Adapters that requests can name",
-            value=len(self._engine.adapters()),
+            value=self.now.num_adapters,
         )
-        yield GaugeMetricFamily("loramux_up", "1 while the engine lives", value=self._up())
-
-    def _up(self) -> int:
-        return int(self._engine.failure is None)
+        yield GaugeMetricFamily("loramux_up", "1 while the engine lives", value=int(self.now.alive))
 
 
 class _KeyCollector(Collector):

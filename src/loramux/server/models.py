@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter
@@ -18,24 +17,27 @@ router = APIRouter()
 @router.get("/v1/models")
 async def list_models(context: Context, caller: Reader) -> dict[str, Any]:
     """The base model first, then the adapters with the base as their parent."""
-    return {"object": "list", "data": list(_models(context, caller))}
+    return {"object": "list", "data": await _models(context, caller)}
 
 
 @router.get("/v1/models/{name:path}")
 async def get_model(name: str, context: Context, caller: Reader) -> dict[str, Any]:
     """One of them; names may hold slashes."""
-    for model in _models(context, caller):
+    for model in await _models(context, caller):
         if model["id"] == name:
             return model
     raise UnknownModel(name)
 
 
-def _models(context: ServerContext, caller: Caller) -> Iterator[dict[str, Any]]:
+async def _models(context: ServerContext, caller: Caller) -> list[dict[str, Any]]:
     base = context.base_name
+    models = [
+        _model(context, info.name, root=info.source, parent=base)
+        for info in await context.adapters(caller)
+    ]
     if caller.may_see(base):
-        yield _model(context, base, root=context.engine.base_name, parent=None)
-    for info in context.adapters(caller):
-        yield _model(context, info.name, root=info.source, parent=base)
+        models.insert(0, _model(context, base, root=context.engine.base_name, parent=None))
+    return models
 
 
 def _model(context: ServerContext, name: str, *, root: str, parent: str | None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from fastapi.responses import JSONResponse, Response
 
 from loramux.engine.interface import TextCodec
 from loramux.errors import LoramuxError
-from loramux.guide import Grammar
 from loramux.server.answer import Answer, Part, Usage
 from loramux.server.context import ServerContext
 from loramux.server.errors import describe, error_object
@@ -54,22 +53,20 @@ async def reply(
     caller: Caller,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    grammar: Grammar | None,
     renderer: Renderer,
 ) -> Response:
-    """Submit the prompts, which ``codec`` has made as it has made ``grammar``, and answer.
+    """Submit the prompts, which ``codec`` has made, and answer.
 
     Raises LoramuxError for what goes wrong before the answer.
     """
     context.check_ready()
     model = context.engine_model(body.model, caller)
-    answer = Answer(
+    answer = await Answer.submit(
         context.engine,
         prompts,
         params,
         model=model,
         codec=codec,
-        grammar=grammar,
         timer=context.metrics.timer(request.url.path),
         seconds=min(body.timeout or math.inf, context.options.max_request_seconds),
         interval=context.options.stream_interval if body.stream else _UNSEEN_INTERVAL,

@@ -1,13 +1,11 @@
-"""Prompts to tokens, and guides to grammars, without holding up the event loop."""
+"""Prompts to tokens, without holding up the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Executor
 
 from loramux.engine.interface import TextCodec
 from loramux.errors import InvalidRequest
-from loramux.guide import Grammar, Guide
 from loramux.server.schema import Prompt
 
 _INLINE_CHARS = 20_000
@@ -45,12 +43,3 @@ async def render_chat(codec: TextCodec, messages: list[dict[str, str]]) -> list[
     if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
         return codec.render_chat(messages)
     return await asyncio.to_thread(codec.render_chat, messages)
-
-
-async def compile_guide(
-    codec: TextCodec, guide: Guide | None, compilers: Executor
-) -> Grammar | None:
-    """A guide's grammar, by one of ``compilers``. Raises InvalidRequest or MissingPackage."""
-    if guide is None:
-        return None
-    return await asyncio.get_running_loop().run_in_executor(compilers, codec.compile, guide)

@@ -16,7 +16,8 @@ class FakeCodec:
     With ``chat_template`` False it refuses chats.
     """
 
-    def __init__(self, *, chat_template: bool = True) -> None:
+    def __init__(self, *, chat_template: bool = True, key: str = "") -> None:
+        self.key = key
         self._chat_template = chat_template
 
     def encode(self, text: str) -> list[int]:

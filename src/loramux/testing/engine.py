@@ -83,22 +83,21 @@ class FakeEngine:
         """Take no more requests."""
         self.failure = self.failure or "the engine has been stopped"
 
-    async def prepare(self, model: str | None) -> None:
-        """Nothing to do; ``AsyncEngine`` has it."""
-
-    def text_of(self, model: str | None) -> FakeCodec:
+    async def text_of(self, model: str | None) -> FakeCodec:
         if model is None or model == self.base_name:
             return self.text
         if model not in self._adapters:
             raise UnknownModel(model)
         return self.codecs.get(model, self.text)
 
-    def submit(self, request: GenerationRequest) -> FakeStream:
+    async def submit(self, request: GenerationRequest) -> FakeStream:
         if self.failure is not None:
             raise EngineStopped(self.failure)
-        codec = self.text_of(request.model)
-        if request.codec is not None and request.codec is not codec:
+        codec = await self.text_of(request.model)
+        if request.codec not in (None, codec.key):
             raise AdapterReplaced(str(request.model))
+        if request.params.guide is not None:
+            await asyncio.to_thread(codec.compile, request.params.guide)
         prompt = request.prompt_token_ids
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
@@ -147,10 +146,10 @@ class FakeEngine:
         info = self._adapters[name] = replace(self._adapters[name], pinned=pinned)
         return info
 
-    def adapters(self) -> list[AdapterInfo]:
+    async def adapters(self) -> list[AdapterInfo]:
         return list(self._adapters.values())
 
-    def stats(self) -> EngineStats:
+    async def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self.running),
             num_waiting=0,

@@ -1,0 +1,77 @@
+"""An engine without a model, for the process of an engine."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+
+from loramux.adapters.registry import Registry
+from loramux.config import EngineOptions
+from loramux.engine.interface import Service
+from loramux.engine.service import EngineService
+from loramux.guide import Guide
+from loramux.plan import StepPlan
+from loramux.testing import FakeCodec, FakeWorker
+from loramux.testing.codec import FakeGrammar
+from loramux.testing.worker import FakeLaunchedStep
+from tests.unit.small_engine import SmallEngine
+
+STEP_SECONDS = 0.02
+
+
+class SlowWorker(FakeWorker):
+    def launch(self, plan: StepPlan) -> FakeLaunchedStep:
+        time.sleep(STEP_SECONDS)
+        return super().launch(plan)
+
+
+def build_service(
+    base: str,
+    options: EngineOptions,
+    adapters: Mapping[str, str],
+    *,
+    registry: Registry | None = None,
+) -> EngineService:
+    """In place of that of ``engine.build``."""
+    small = SmallEngine(
+        worker_type=SlowWorker,
+        num_blocks=4096,
+        max_num_seqs=64,
+        max_step_tokens=512,
+        max_model_len=options.model.max_model_len or 100,
+    )
+    return EngineService(
+        small.core,
+        small.worker,
+        small.admission,
+        small.languages,
+        base_name=base,
+        max_open=100,
+        adapters=tuple(adapters.items()),
+        registry=registry,
+    )
+
+
+def over_fake_worker(build: Callable[[], Service]) -> Service:
+    """What ``build`` makes, with ``build_service`` in place of ``engine.build``'s."""
+    module = ModuleType("loramux.engine.build")
+    module.__dict__["build_service"] = build_service
+    sys.modules["loramux.engine.build"] = module
+    import loramux.engine
+
+    loramux.engine.build = module  # type: ignore[attr-defined]
+    return build()
+
+
+def with_slow_guides(build: Callable[[], Service]) -> Service:
+    """What ``build`` makes, where compiling a guide takes half a second."""
+    compile_at_once = FakeCodec.compile
+
+    def compile_slowly(codec: FakeCodec, guide: Guide) -> FakeGrammar:
+        time.sleep(0.5)
+        return compile_at_once(codec, guide)
+
+    FakeCodec.compile = compile_slowly
+    return build()
