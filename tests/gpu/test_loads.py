@@ -17,6 +17,7 @@ from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy
 from loramux.testing import random_adapter, tiny_model
 from loramux.types import Slot
+from loramux.worker.worker import Worker
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.served import TARGETS
 
@@ -156,10 +157,12 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 
 def test_host_copies_stand_in_the_memory_that_was_locked_at_start(tight: LLM) -> None:
-    memory = tight._worker.host_memory
+    worker = tight._core._worker
+    assert isinstance(worker, Worker)
+    memory = worker.host_memory
     assert isinstance(memory, PinnedMemory)
     assert memory.num_beside == 0
-    for copy in tight._worker._host._copies.values():
+    for copy in worker._host._copies.values():
         assert isinstance(copy, HostCopy)
         assert copy.block.memory is memory
 

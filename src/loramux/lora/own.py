@@ -109,16 +109,20 @@ class OwnParts:
         tokens_per_seq: Sequence[int],
         logit_rows: np.ndarray,
         *,
+        num_logits: int,
         few: bool,
     ) -> None:
-        """Say whose rows the step has, as ``Routing.fill`` takes them, and which have logits."""
+        """Say whose rows the step has, as ``Routing.fill`` takes them, and which have logits.
+
+        ``num_logits`` rows are computed, padding included.
+        """
         distinct = {*slots}
         self.active = self.any_of(distinct)
         sizes = (self._vocab_sizes[slot] for slot in distinct)
         self.widest = max((size for size in sizes if size is not None), default=None)
         if self.active:
             heads = np.repeat(np.asarray(slots), np.asarray(tokens_per_seq))[logit_rows].tolist()
-            self.head_routing.fill(heads, [1] * len(heads), few=few)
+            self.head_routing.fill(heads, [1] * len(heads), num_logits, few=few)
 
     def any_of(self, slots: Iterable[Slot]) -> bool:
         """Whether an adapter of these slots has anything beside LoRA in the layers."""

@@ -116,7 +116,8 @@ class EagerRunner:
         counts = [len(s.token_ids) for s in sequences]
         context.routing.fill(slots, counts, few=few)
         context.ops.begin_step(max_rank, few=few)
-        context.own.begin_step(slots, counts, inputs.logit_rows, few=few)
+        num_logits = len(inputs.logit_rows)
+        context.own.begin_step(slots, counts, inputs.logit_rows, num_logits=num_logits, few=few)
         context.form.set(form)
         self._backend.begin_step(inputs.attention)
         device = self._base.model.device
@@ -239,23 +240,33 @@ class CapturedRunner:
         num_rows = max(len(inputs.token_ids), MIN_ROWS)
         bucket = graphs.bucket_of(kind, num_rows) if graphs and kind else None
         if graphs is None or kind is None or bucket is None:
-            return self._run_eager(inputs, sequences, last_tokens)
+            key = self._key(num_rows, sequences, StepKind.EAGER)
+            return self._run_uncaptured(key, inputs, sequences, last_tokens)
         key = self._key(bucket, sequences, kind)
-        if key.form is Form.OWN:  # which the host's tables route, step by step
-            return self._run_eager(inputs, sequences, last_tokens)
+        if key.form is Form.OWN:
+            # The host's tables route it, step by step. All else is as in a graph, the padding and
+            # the attention's kernels too, so that the other rows keep every bit.
+            return self._run_uncaptured(key, inputs, sequences, last_tokens)
         if key not in graphs:
             graphs.capture(key)
         self._set_up(key, inputs, sequences)
         self._fill_pending(inputs, last_tokens)
         return graphs.replay(key)[: len(inputs.logit_rows)]
 
-    def _run_eager(
-        self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
+    def _run_uncaptured(
+        self,
+        key: GraphKey,
+        inputs: StepInputs,
+        sequences: Sequence[SequenceStep],
+        last_tokens: Tensor,
     ) -> Tensor:
-        num_rows = max(len(inputs.token_ids), MIN_ROWS)
-        self._set_up(self._key(num_rows, sequences, StepKind.EAGER), inputs, sequences)
+        self._set_up(key, inputs, sequences)
         self._fill_pending(inputs, last_tokens)
-        logits = self._forward(num_rows, self._logit_rows[: len(inputs.logit_rows)])
+        num_logits = len(inputs.logit_rows)
+        if key.kind is StepKind.EAGER:
+            logits = self._forward(key.bucket, self._logit_rows[:num_logits])
+        else:
+            logits = self._compute(key)[:num_logits]
         if self._context.own.widest is not None:
             # Later steps read what is left here as padding, and may know the base's tokens only.
             self._token_ids.zero_()
@@ -274,7 +285,12 @@ class CapturedRunner:
         self._ops.begin_step(key.rank_bucket, few=key.few)
         slots, counts = [s.slot for s in sequences], [len(s.token_ids) for s in sequences]
         self._context.routing.fill(slots, counts, key.bucket, few=key.few)
-        self._context.own.begin_step(slots, counts, inputs.logit_rows, few=key.few)
+        num_logits = len(inputs.logit_rows)
+        if key.kind is not StepKind.EAGER:
+            num_logits = self._most_logits(key)
+        self._context.own.begin_step(
+            slots, counts, inputs.logit_rows, num_logits=num_logits, few=key.few
+        )
         self._backend.begin_step(inputs.attention, key.bucket, key.kind)
         self._uploads.copy(self._token_ids, inputs.token_ids)
         self._uploads.copy(self._positions, inputs.positions)
@@ -299,7 +315,13 @@ class CapturedRunner:
     def _compute(self, key: GraphKey) -> Tensor:
         if key.kind is StepKind.DECODE:
             return self._forward(key.bucket, 0)
-        return self._forward(key.bucket, self._logit_rows[: min(key.bucket, self._max_logit_rows)])
+        return self._forward(key.bucket, self._logit_rows[: self._most_logits(key)])
+
+    def _most_logits(self, key: GraphKey) -> int:
+        """Rows whose logits a graph computes, used or not."""
+        if key.kind is StepKind.DECODE:
+            return key.bucket
+        return min(key.bucket, self._max_logit_rows)
 
     def _forward(self, num_rows: int, logit_rows: Tensor | int) -> Tensor:
         """``logit_rows`` 0 means all."""
