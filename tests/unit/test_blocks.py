@@ -19,8 +19,7 @@ def key(name: str) -> BlockKey:
 def known(blocks: BlockAllocator, names: str) -> list[int]:
     """Held blocks, each known by a letter."""
     taken = blocks.allocate(len(names)) or []
-    for block, name in zip(taken, names, strict=True):
-        blocks.know(block, key(name))
+    blocks.know(taken, [key(name) for name in names])
     return taken
 
 
@@ -183,7 +182,7 @@ class BlockWalk(RuleBasedStateMachine):
         self.lose(taken)
         blocks = [*found, *taken]
         for name, block in zip(names, blocks, strict=False):
-            self.blocks.know(block, key(name))
+            self.blocks.know([block], [key(name)])
             self.content.setdefault(name, block)
         self.held.append((chain, blocks))
 

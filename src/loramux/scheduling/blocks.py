@@ -87,13 +87,17 @@ class BlockAllocator:
             self._holders[block] = self._holders.get(block, 0) + 1
             self._kept.pop(block, None)
 
-    def know(self, block: int, key: BlockKey) -> None:
-        """A held block has the content of ``key``; the first one that is known by it stays so."""
-        assert block in self._holders, "only who holds a block knows what is in it"
-        if key not in self._block_of:
-            assert block not in self._key_of, "a known block has been written"
-            self._block_of[key] = block
-            self._key_of[block] = key
+    def know(self, blocks: Iterable[int], keys: Iterable[BlockKey]) -> None:
+        """Held blocks have the content of ``keys``, one each.
+
+        Where another block is known by a key already, it stays the one that is found.
+        """
+        for block, key in zip(blocks, keys, strict=True):
+            assert block in self._holders, "only who holds a block knows what is in it"
+            if key not in self._block_of:
+                assert block not in self._key_of, "a known block has been written"
+                self._block_of[key] = block
+                self._key_of[block] = key
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
         """Let nobody find the blocks of ``keys`` any more; who holds them goes on holding them."""

@@ -108,6 +108,5 @@ class SequenceBlocks:
         num_full = end // self._block_size
         if num_full > start:
             keys = request.prefix.between(start, num_full, request.tokens)
-            for block, key in zip(request.blocks[start:num_full], keys, strict=True):
-                self._blocks.know(block, key)
+            self._blocks.know(request.blocks[start:num_full], keys)
             request.num_known_blocks = num_full
