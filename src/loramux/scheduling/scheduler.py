@@ -44,9 +44,9 @@ class Scheduler:
 
     Every running request gets a token of the budget; a long prompt is read in chunks of what the
     others leave. When blocks run out, the running request that arrived last is preempted: it loses
-    its blocks, waits in its old place and is recomputed later. The running request that arrived
-    first always goes on, because one sequence of the greatest length fits into the cache
-    (``fits``), so every request ends.
+    its blocks, waits in its old place and is recomputed later, but for what it finds still there
+    (``SequenceBlocks``). The running request that arrived first always goes on, because one
+    sequence of the greatest length fits into the cache (``fits``), so every request ends.
 
     A request whose adapter has no slot is passed by others, for a bounded time (``Drains``). Where
     many adapters come at once, they come one or a few a step (``LoadBudget``).
@@ -203,7 +203,8 @@ class Scheduler:
                 chosen.append((request, count))
                 budget -= count - 1
         orders: list[SlotOrder] = []
-        # Who was preempted just now needs more blocks than that has left, so nobody starts again.
+        # Who was preempted just now needs more blocks than that has left, and starts again only with
+        # blocks that others have computed meanwhile.
         self._admit(budget, chosen, orders)
         if not chosen:
             return None

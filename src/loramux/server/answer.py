@@ -87,7 +87,7 @@ class Answer:
         seconds: float,
         interval: float,
         account: Account,
-        cache_salt: str | None = None,
+        cache_salt: str | None,
     ) -> None:
         """``seconds``: until the answer must be complete. ``interval``: seconds between parts, but
         for the first and the last."""
