@@ -104,6 +104,13 @@ def test_what_is_computed_is_found_before_its_sequence_ends(make: Make) -> None:
     assert engine.outcomes[late][0].cached_tokens == 12
 
 
+def test_a_token_that_is_pending_has_no_key(make: Make) -> None:
+    """In blocks of one token each is full at once."""
+    engine = make(block_size=1, num_blocks=64)
+    assert [ask(engine, max_tokens=5), ask(engine, max_tokens=5)] == [0, 9]
+    assert ask(engine, prompt=[*PROMPT, *expected_tokens(None, PROMPT, 5)]) == 14
+
+
 def test_prompts_of_one_step_share_their_blocks(make: Make) -> None:
     engine = make()
     ids = [engine.submit(None, PROMPT, max_tokens=2) for _ in range(3)]
@@ -223,11 +230,13 @@ def fail(engine: SmallEngine, prompt: list[int], *, steps: int = 0, abort: bool 
     engine.check_idle()
 
 
-@pytest.mark.parametrize("steps", [0, 1, 5])
+@pytest.mark.parametrize("steps", range(8))
 def test_a_sequence_that_failed_leaves_nothing(make: Make, steps: int) -> None:
     engine = make()
     fail(engine, PROMPT, steps=steps)
-    assert ask(engine) == 0
+    assert ask(engine, max_tokens=1) == 0
+    # Nor is anything left behind the blocks that have been computed again.
+    assert ask(engine, prompt=[*PROMPT, *expected_tokens(None, PROMPT, 8)]) == 8
 
 
 def test_what_a_sequence_found_before_it_failed_is_forgotten_too(make: Make) -> None:

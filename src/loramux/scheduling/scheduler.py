@@ -203,8 +203,8 @@ class Scheduler:
                 chosen.append((request, count))
                 budget -= count - 1
         orders: list[SlotOrder] = []
-        # Who was preempted just now needs more blocks than that has left, and starts again only with
-        # blocks that others have computed meanwhile.
+        # Who was preempted just now needs more blocks than that has left, and starts again only
+        # where others have computed some of them meanwhile.
         self._admit(budget, chosen, orders)
         if not chosen:
             return None
