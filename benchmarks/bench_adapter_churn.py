@@ -132,7 +132,8 @@ def engine_options(arguments: argparse.Namespace, adapters: AdapterOptions) -> E
         # Room for one token more than the longest request has.
         model=ModelOptions(dtype=arguments.dtype, max_model_len=2 * arguments.lengths[1]),
         adapters=adapters,
-        scheduler=SchedulerOptions(max_step_tokens=arguments.max_step_tokens),
+        # Every request computes its prompt, whoever has sent the same.
+        scheduler=SchedulerOptions(max_step_tokens=arguments.max_step_tokens, prefix_cache=False),
     )
 
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.report import finish
 from loramux import LLM, SamplingParams
-from loramux.config import EngineOptions, ModelOptions
+from loramux.config import EngineOptions, ModelOptions, SchedulerOptions
 from loramux.demo.base import demo_base
 
 ADAPTERS = ("shout", "json", "pirate", "yesno", "emoji", "spanish")
@@ -60,7 +60,11 @@ def compare(arguments: argparse.Namespace, adapters: dict[str, Path]) -> dict[st
     llm = LLM(
         base,
         adapters={name: str(path) for name, path in adapters.items()},
-        options=EngineOptions(model=ModelOptions(dtype=arguments.dtype, max_model_len=1024)),
+        options=EngineOptions(
+            model=ModelOptions(dtype=arguments.dtype, max_model_len=1024),
+            # PEFT computes the prompts in each run, too.
+            scheduler=SchedulerOptions(prefix_cache=False),
+        ),
     )
     names = [ADAPTERS[i % len(ADAPTERS)] for i in range(arguments.requests)]
     prompts = [

@@ -64,8 +64,12 @@ def llama_engine(
         adapters=AdapterOptions(
             max_loras=max_loras, device_cache=device_cache, host_cache=host_cache
         ),
+        # Prompts come again from run to run, and every run is to compute them.
         scheduler=SchedulerOptions(
-            max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, kv_cache=kv_cache
+            max_num_seqs=max_num_seqs,
+            max_step_tokens=max_step_tokens,
+            kv_cache=kv_cache,
+            prefix_cache=False,
         ),
     )
     return assemble(adopt("llama-8b-shape", model), word_tokenizer(), options, "base")

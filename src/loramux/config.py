@@ -197,6 +197,11 @@ class SchedulerOptions:
     gpu_memory: float = option(
         0.9, "share of the GPU's memory that may be in use, where kv_cache is not given"
     )
+    prefix_cache: bool = option(
+        True,
+        "keep the KV blocks of what has been computed, for requests to the same model that begin "
+        "with the same tokens",
+    )
     max_waiting: int = option(4096, "requests that may wait; further ones are refused")
 
     def __post_init__(self) -> None:

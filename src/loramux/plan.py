@@ -64,6 +64,8 @@ class SequenceStep(NamedTuple):
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
+    """KV blocks in the order of its tokens. Those before ``start`` may be in other tables, too, and
+    be written by another sequence in this step."""
     slot: Slot
     sample: Sample | None = None
     prompt_logprobs: int | None = None

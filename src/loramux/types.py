@@ -177,6 +177,8 @@ class Delta:
 
     Absent when the completion ends (abort, error) before its prompt has been read.
     """
+    cached_tokens: int = 0
+    """With the first delta of each completion: tokens of its prompt found in the prefix cache."""
     error: str | None = None
 
 
@@ -201,6 +203,8 @@ class RequestOutput:
     completions: tuple[Completion, ...]
     adapter: str | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that the first completion found in the prefix cache."""
 
     @property
     def text(self) -> str:
@@ -268,7 +272,12 @@ class EngineStats:
     slots_total: int
     num_steps: int
     prompt_tokens: int
+    """Computed; those found in the prefix cache are not."""
     output_tokens: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache: once for each sequence, when it starts."""
+    prefix_hits: int
+    """Those that were found."""
     preemptions: int
     slot_drains: int
     slot_loads: int
@@ -319,6 +328,8 @@ class GenerationRequest:
     model: str | None = None
     """None: the base model."""
     request_id: RequestId | None = None
+    cache_salt: str | None = None
+    """Requests share KV blocks only with those of the same salt; None is one, too."""
     codec: str | None = None
     """Key of the ``TextCodec`` that the tokens are for: an adapter with another one is not to have
     them. None: anybody's."""

@@ -34,6 +34,7 @@ def assemble_tiny(
     host_cache: str | None = None,
     lora_target_modules: str | None = None,
     runs_ahead: bool = False,
+    prefix_cache: bool = True,
 ) -> Parts:
     """An engine whose steps are so small that prompts of a few tokens are read in chunks."""
     options = EngineOptions(
@@ -47,6 +48,7 @@ def assemble_tiny(
             max_num_seqs=max_num_seqs,
             max_step_tokens=max_step_tokens,
             kv_cache=None if kv_blocks is None else str(kv_blocks * _block_bytes(model)),
+            prefix_cache=prefix_cache,
         ),
     )
     vocab_size = model.get_output_embeddings().weight.shape[0]

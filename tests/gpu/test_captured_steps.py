@@ -47,7 +47,14 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def assemble(*, max_loras: int, max_num_seqs: int = 16, kv_blocks: int | None = 256) -> Parts:
+def assemble(
+    *,
+    max_loras: int,
+    max_num_seqs: int = 16,
+    kv_blocks: int | None = 256,
+    prefix_cache: bool = False,
+) -> Parts:
+    """Without the prefix cache, so that the same requests take the same steps each time."""
     return assemble_tiny(
         model("bfloat16").cuda(),  # type: ignore[arg-type]
         max_loras=max_loras,
@@ -56,6 +63,7 @@ def assemble(*, max_loras: int, max_num_seqs: int = 16, kv_blocks: int | None = 
         kv_blocks=kv_blocks,
         device_cache="64MiB",
         host_cache="256MiB",
+        prefix_cache=prefix_cache,
     )
 
 
@@ -179,3 +187,17 @@ def test_preempted_requests_end_as_the_others(adapters: dict[str, Path]) -> None
     outputs = generate(tight, ["plain", "odd", None, "plain", None, "odd"], max_tokens=20)
     assert tight.stats().preemptions > 0
     assert_right(outputs, adapters)
+
+
+def test_sequences_that_share_blocks_answer_as_peft_does(adapters: dict[str, Path]) -> None:
+    """Their tables name more blocks than the cache has; a warm first step is one token for each."""
+    parts = assemble(max_loras=2, max_num_seqs=64, kv_blocks=160, prefix_cache=True)
+    llm = LLM.over(parts, {name: str(adapters[name]) for name in ("plain", "dora")})
+    prompt = [(29 * i + 3) % 160 for i in range(97)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    names = ["plain", None, "dora", None] * 16
+    for _ in ("cold", "warm"):
+        outputs = llm.generate([prompt] * len(names), params, adapter=names)
+        assert_right(outputs[-4:], adapters)
+    assert [output.cached_tokens for output in outputs] == [96] * len(names)
+    assert llm.stats().preemptions == 0

@@ -32,6 +32,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
         kv_blocks=256,
         device_cache="64MiB",
         host_cache="256MiB",
+        prefix_cache=False,
     )
     adapters: dict[str, Path] = {
         name: random_adapter(

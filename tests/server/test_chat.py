@@ -74,7 +74,12 @@ async def test_both_names_of_the_limit_work(client: httpx.AsyncClient, field: st
 async def test_n_choices(client: httpx.AsyncClient) -> None:
     answer = await chat(client, n=3, max_tokens=2)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
-    assert answer["usage"] == {"prompt_tokens": 8, "completion_tokens": 6, "total_tokens": 14}
+    assert answer["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 6,
+        "total_tokens": 14,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 async def test_logprobs_have_the_chat_shape(client: httpx.AsyncClient) -> None:

@@ -61,7 +61,12 @@ async def test_choices_are_numbered_by_prompt_then_n(client: httpx.AsyncClient) 
 
 async def test_usage_counts_a_prompt_once_and_every_output_token(client: httpx.AsyncClient) -> None:
     answer = await complete(client, prompt=["ab", "c"], n=2)
-    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 6, "total_tokens": 9}
+    assert answer["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 6,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 async def test_logprobs_have_the_legacy_shape(client: httpx.AsyncClient) -> None:

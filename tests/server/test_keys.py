@@ -472,6 +472,7 @@ async def test_a_client_that_does_not_read_pays_all_the_same(engine: FakeEngine)
         seconds=60,
         interval=0,
         account=account,
+        cache_salt=None,
     )
     with answer:
         parts = answer.parts()

@@ -73,7 +73,12 @@ async def test_usage_is_the_last_chunk_on_request(client: httpx.AsyncClient) -> 
     *chunks, last = await complete(client, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None for chunk in chunks)
     assert last["choices"] == []
-    assert last["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert last["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
 
 
 async def test_token_ids_of_chunks(client: httpx.AsyncClient) -> None:

@@ -42,6 +42,7 @@ class Outcome:
     prompt_logprobs: list[tuple[TokenLogprobs | None, ...]] = field(default_factory=list)
     """One entry for each time they were reported."""
     error: str | None = None
+    cached_tokens: int = 0
 
     def push(self, delta: Delta) -> None:
         assert self.finish_reason is None, "a delta after the last one"
@@ -51,6 +52,7 @@ class Outcome:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.error = delta.error
+        self.cached_tokens += delta.cached_tokens
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs.append(delta.prompt_logprobs)
 
@@ -107,6 +109,7 @@ class SmallEngine:
         runs_ahead: bool = False,
         adapter_max_wait: float = math.inf,
         host_bytes: int | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         self.pending: list[Origin] = []
         """Adapters that the core has asked for."""
@@ -138,7 +141,7 @@ class SmallEngine:
             adapter_max_wait=adapter_max_wait,
             clock=lambda: self.now,
         )
-        limits = RequestLimits(max_model_len, VOCAB_SIZE)
+        limits = RequestLimits(max_model_len, VOCAB_SIZE, block_size if prefix_cache else None)
         self.admission = Admission(self.catalog, limits, self.languages)
         self.outcomes: dict[RequestId, list[Outcome]] = {}
         self.sequences: list[Request] = []
@@ -176,12 +179,17 @@ class SmallEngine:
         prompt: Sequence[int],
         *,
         request_id: RequestId | None = None,
+        cache_salt: str | None = None,
         **params: Any,
     ) -> RequestId:
         """Queue a request, greedy unless told otherwise."""
         sampling = SamplingParams(**{"temperature": 0.0, **params})
         request = GenerationRequest(
-            prompt_token_ids=prompt, params=sampling, model=model, request_id=request_id
+            prompt_token_ids=prompt,
+            params=sampling,
+            model=model,
+            request_id=request_id,
+            cache_salt=cache_salt,
         )
         sequences = self.admission.admit(request)
         self.core.add(sequences)

@@ -385,7 +385,7 @@ async def test_no_step_waits_for_the_copy_that_another_request_needs(running: Ru
         assert [o.tokens for o in done] == [following(20, model) for model in "ab" * 4]
         bench.worker.read_gate.set()
         # More steps, so that some come after the read as well.
-        late = await bench.submit("a", max_tokens=20)
+        late = await bench.submit("a", max_tokens=25)
         assert (await outcome(cold)).tokens == following(4, "cold")
         await outcome(late)
         seconds = sorted(b - a for a, b in pairwise(bench.worker.step_ends))

@@ -78,6 +78,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "max_step_tokens": 222,
         "kv_cache": "2GiB",
         "gpu_memory": 0.75,
+        "prefix_cache": False,
         "max_waiting": 33,
         "host": "0.0.0.0",
         "port": 1234,

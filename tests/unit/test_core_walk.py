@@ -52,6 +52,7 @@ class Submitted:
     adapter_id: str | None
     prompt: list[int]
     params: dict[str, Any]
+    cache_salt: str | None
     aborted: bool = False
 
 
@@ -81,6 +82,7 @@ class EngineWalk(RuleBasedStateMachine):
         spare_tokens=st.sampled_from((6, 20, 2)),
         max_wait=st.sampled_from((math.inf, 3.0, 0.0)),
         host_bytes=st.sampled_from((10**6, 100, 130)),
+        prefix_cache=st.sampled_from((True, True, False)),
     )
     def start(
         self,
@@ -90,6 +92,7 @@ class EngineWalk(RuleBasedStateMachine):
         spare_tokens: int,
         max_wait: float,
         host_bytes: int,
+        prefix_cache: bool,
     ) -> None:
         self.num_slots = num_slots
         self.max_wait = max_wait
@@ -106,6 +109,7 @@ class EngineWalk(RuleBasedStateMachine):
             runs_ahead=self.runs_ahead,
             adapter_max_wait=max_wait,
             host_bytes=host_bytes,
+            prefix_cache=prefix_cache,
         )
         for name in NAMES[:3]:
             self.engine.load(name, f"s{NAMES.index(name)}")
@@ -116,9 +120,17 @@ class EngineWalk(RuleBasedStateMachine):
         for _ in range(count):
             name = data.draw(st.sampled_from((*self.names, None)))
             adapter_id = None if name is None else self.names[name].source
-            prompt = prompt_of(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 20)))
-            request_id = self.engine.submit(name, prompt, **params)
-            self.submitted.append(Submitted(request_id, adapter_id, prompt, params))
+            prompt = data.draw(st.sampled_from([[], *map(self.conversation, self.submitted[-5:])]))
+            # Few beginnings, so that they come again.
+            start, length = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 20))
+            prompt = [*prompt, *prompt_of(start, length)][:20]
+            salt = data.draw(st.sampled_from((None, None, "x")))
+            request_id = self.engine.submit(name, prompt, cache_salt=salt, **params)
+            self.submitted.append(Submitted(request_id, adapter_id, prompt, params, salt))
+
+    def conversation(self, one: Submitted, index: int = 0) -> list[int]:
+        """A prompt and what has been answered so far."""
+        return [*one.prompt, *self.engine.outcomes[one.request_id][index].tokens]
 
     @precondition(lambda self: self.submitted)
     @rule(data=st.data())
@@ -214,6 +226,21 @@ class EngineWalk(RuleBasedStateMachine):
         for one in self.submitted[-40:]:  # the truth takes longer to find than the answer
             for index, outcome in enumerate(self.engine.outcomes[one.request_id]):
                 self.check_outcome(one, index, outcome)
+                self.check_what_was_found(one, index, outcome)
+
+    def check_what_was_found(self, one: Submitted, index: int, outcome: Outcome) -> None:
+        """Somebody else has computed it, for the same adapter and salt."""
+        found = one.prompt[: outcome.cached_tokens]
+        assert not found or one.params["prompt_logprobs"] is None or len(one.prompt) == 1
+        assert len(found) < len(one.prompt)
+        others = (
+            self.conversation(other, i)
+            for other in self.submitted
+            if (other.adapter_id, other.cache_salt) == (one.adapter_id, one.cache_salt)
+            for i in range(other.params["n"])
+            if (other.request_id, i) != (one.request_id, index)
+        )
+        assert not found or any(other[: len(found)] == found for other in others)
 
     def check_outcome(self, one: Submitted, index: int, outcome: Outcome) -> None:
         expected = self.engine.expected(one.adapter_id, one.prompt, index=index, **one.params)

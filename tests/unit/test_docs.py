@@ -59,6 +59,8 @@ def test_options_named_to_those_who_come_from_elsewhere_exist() -> None:
     named = set(re.findall(r"`(--[a-z-]+)", here))
     engine = (field.default_factory for field in fields(config.EngineOptions))
     groups = (*engine, config.ServerOptions)
-    options = {"--" + f.name.replace("_", "-") for group in groups for f in fields(group)}
+    known = [f for group in groups for f in fields(group)]
+    options = {"--" + f.name.replace("_", "-") for f in known}
+    options |= {"--no-" + f.name.replace("_", "-") for f in known if isinstance(f.default, bool)}
     assert len(named) > 8
     assert named - options == {"--adapter"}

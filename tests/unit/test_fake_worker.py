@@ -113,6 +113,6 @@ def test_a_pending_token_stands_alone() -> None:
         fake.launch(plan(beside))
 
 
-def test_sequences_of_a_step_share_no_block() -> None:
-    with pytest.raises(AssertionError, match="share a block"):
+def test_sequences_of_a_step_write_into_no_common_block() -> None:
+    with pytest.raises(AssertionError, match="write into one block"):
         worker().launch(plan(prompt("r"), prompt("s")))

@@ -11,8 +11,9 @@ from loramux.engine.interface import EngineText
 from loramux.engine.languages import Languages
 from loramux.errors import AdapterReplaced, InvalidRequest
 from loramux.guide import Grammar
+from loramux.scheduling.prefixes import PrefixKeys
 from loramux.scheduling.request import Request
-from loramux.types import GenerationRequest, RequestId, new_request_id
+from loramux.types import AdapterId, GenerationRequest, RequestId, new_request_id
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Limits:
     max_model_len: int
     vocab_size: int
     """Of the base; an adapter may have more tokens."""
+    prefix_block: int | None = None
+    """Tokens in one block of the prefix cache; None: there is no such cache."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Admission:
         params = request.params
         prompt = list(request.prompt_token_ids)
         self._check_tokens(prompt)
+        if request.cache_salt == "":
+            raise InvalidRequest("cache_salt is empty: send a text, or none", "cache_salt")
         max_total = self._check_length(len(prompt), params.max_tokens)
         if params.min_tokens > max_total - len(prompt):
             raise InvalidRequest(
@@ -83,6 +88,7 @@ class Admission:
         adapter_id = self.catalog.hold(
             request.model, params.n, check=lambda entry: self._check_model(entry, needs)
         )
+        prefix = self._prefix(prompt, adapter_id, request.cache_salt)
         return [
             Request(
                 request_id=RequestId(f"{parent_id}/{index}"),
@@ -95,9 +101,21 @@ class Admission:
                 num_prompt_tokens=len(prompt),
                 max_total_tokens=max_total,
                 matcher=None if grammar is None else grammar.matcher(),
+                prefix=None if prefix is None else prefix.copy(),
             )
             for index in range(params.n)
         ]
+
+    def _prefix(
+        self, prompt: Sequence[int], adapter_id: AdapterId | None, cache_salt: str | None
+    ) -> PrefixKeys | None:
+        """The keys of the prompt's blocks, made here once for all completions and off the steps."""
+        size = self.limits.prefix_block
+        if size is None:
+            return None
+        prefix = PrefixKeys.of(adapter_id, cache_salt, size)
+        prefix.between(0, len(prompt) // size, prompt)
+        return prefix
 
     def _check_tokens(self, prompt: Sequence[int]) -> None:
         if not prompt:

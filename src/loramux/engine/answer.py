@@ -91,6 +91,7 @@ class Answer:
         # A completion that ends before its prompt has been read reports none rather than a part.
         if self._is_first and asked and not request.wants_prompt_logprobs:
             prompt_logprobs = (None, *request.prompt_logprobs)
+        cached_tokens = request.num_cached if self._is_first else 0
         self._is_first = False
         return Delta(
             request_id=request.parent_id,
@@ -101,5 +102,6 @@ class Answer:
             finish_reason=None if finish is None else finish.reason,
             stop_reason=None if finish is None else finish.stop_reason,
             prompt_logprobs=prompt_logprobs,
+            cached_tokens=cached_tokens,
             error=error,
         )

@@ -226,7 +226,8 @@ def assemble(
         adapter_max_wait=options.adapters.adapter_max_wait,
         slot_bytes=slot_bytes,
     )
-    limits_of_requests = RequestLimits(model.max_model_len, model.vocab_size)
+    prefix_block = BLOCK_SIZE if options.scheduler.prefix_cache else None
+    limits_of_requests = RequestLimits(model.max_model_len, model.vocab_size, prefix_block)
     admission = Admission(catalog, limits_of_requests, languages)
     log.info(
         "serving %s: %s, %s attention, %s LoRA op",

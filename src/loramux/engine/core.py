@@ -215,6 +215,8 @@ class EngineCore:
             num_steps=counters.num_steps,
             prompt_tokens=counters.prompt_tokens,
             output_tokens=counters.output_tokens,
+            prefix_queries=self._scheduler.num_prefix_tokens_asked,
+            prefix_hits=self._scheduler.num_prefix_tokens_found,
             preemptions=self._scheduler.num_preemptions,
             slot_drains=self._scheduler.num_drains,
             slot_loads=self._residency.num_loads,
@@ -287,6 +289,8 @@ class EngineCore:
         deltas: list[Delta] = []
         for request, part, result in zip(step.requests, step.plan.sequences, results, strict=True):
             assert request.request_id == result.request_id, "results must keep the plan's order"
+            if result.error is not None:
+                self._scheduler.distrust(request)
             if not self._scheduler.holds(request):
                 continue  # it has ended since the launch, so this row was computed in vain
             request.prompt_logprobs.extend(result.prompt_logprobs)

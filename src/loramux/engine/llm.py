@@ -70,10 +70,12 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids) in one continuous batch, in their order.
 
         ``params`` and ``adapter`` are for all prompts or one for each; None is the base model.
+        Prompts share the prefix cache with those of the same ``cache_salt`` alone.
         Raises UnknownModel or InvalidRequest, and then runs nothing; EngineStopped once a step has
         failed.
         """
@@ -85,7 +87,7 @@ class LLM:
             for prompt, model in zip(given, models, strict=True)
         ]
         requests = [
-            GenerationRequest(prompt_token_ids=ids, params=p, model=model)
+            GenerationRequest(prompt_token_ids=ids, params=p, model=model, cache_salt=cache_salt)
             for ids, p, model in zip(prompt_ids, all_params, models, strict=True)
         ]
         return self._run(requests)
@@ -96,6 +98,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations (lists of messages) through the model's chat template."""
         models = _one_each("adapter", adapter, len(conversations), str | None)
@@ -103,7 +106,7 @@ class LLM:
             self.text_of(model).render_chat(messages)
             for messages, model in zip(conversations, models, strict=True)
         ]
-        return self.generate(prompts, params, adapter=models)
+        return self.generate(prompts, params, adapter=models, cache_salt=cache_salt)
 
     def text_of(self, adapter: str | None = None) -> TextCodec:
         """Text to tokens and back, by the tokenizer of an adapter or of the base.
@@ -171,12 +174,15 @@ class _Output:
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(num_completions)]
         self._last: dict[int, Delta] = {}
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+        self._cached_tokens = 0
 
     def push(self, delta: Delta) -> None:
         self._texts[delta.index] += delta.text
         self._tokens[delta.index] += delta.token_ids
         self._logprobs[delta.index] += delta.logprobs
         self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
+        if delta.index == 0:
+            self._cached_tokens += delta.cached_tokens
         if delta.finish_reason is not None:
             self._last[delta.index] = delta
 
@@ -187,6 +193,7 @@ class _Output:
             completions=tuple(self._completion(i) for i in range(len(self._texts))),
             adapter=self._request.model,
             prompt_logprobs=self._prompt_logprobs,
+            cached_tokens=self._cached_tokens,
         )
 
     def _completion(self, index: int) -> Completion:

@@ -50,8 +50,10 @@ class AttentionLayer:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Write k and v ``[T, kv heads, dim]`` to the cache; q ``[T, heads, dim]`` attends.
+"""Write k and v ``[T, kv heads, dim]`` to the cache; then q ``[T, heads, dim]`` attends.
 
+All are written before any is read: a sequence may have blocks in its table that another one writes
+in the same step.
 Called as ``attend(q, k, v)``; returns ``[T, heads, value dim]``. Query heads share key heads in
 consecutive groups.
 """

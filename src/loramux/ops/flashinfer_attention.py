@@ -44,6 +44,7 @@ class FlashInferAttention:
         dtype: torch.dtype,
         device: torch.device,
         uploads: Uploads,
+        max_model_len: int,
         max_num_seqs: int,
         max_step_tokens: int,
     ) -> None:
@@ -69,9 +70,11 @@ class FlashInferAttention:
             )
             for i, layer in layers.items()
         }
-        # Captured graphs hold its address, so it is made for the most that a step can name: every
-        # block once, and the spare one for each row of padding.
-        self._blocks = torch.zeros(num_blocks + max_step_tokens, dtype=torch.int32, device=device)
+        # Captured graphs hold its address, so it is made for the most that a step can name: as many
+        # of the longest sequences as there can be, which may share all their blocks and so be more
+        # than the cache has, and the spare one for each row of padding.
+        most = max_num_seqs * -(-max_model_len // block_size) + max_step_tokens
+        self._blocks = torch.zeros(most, dtype=torch.int32, device=device)
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._plans = [
             torch.empty(_PLAN_BYTES, dtype=torch.uint8, device=device) for _ in self._groups

@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from loramux.guide import Matcher
+from loramux.scheduling.prefixes import PrefixKeys
 from loramux.types import AdapterId, RequestId, SamplingParams, TokenLogprobs
 
 
@@ -30,6 +31,8 @@ class Request:
     """Prompt and output together may be this long."""
     matcher: Matcher | None = None
     """What follows its output through its guide, with each token that lands."""
+    prefix: PrefixKeys | None = None
+    """By which its full blocks are found; None where it neither looks for blocks nor leaves any."""
     arrival: int = 0
     """Place in the order of arrival, given by the scheduler."""
     num_in_flight: int = 0
@@ -38,6 +41,10 @@ class Request:
     """Tokens whose keys and values are in ``blocks`` once all launched steps have run."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     """KV blocks in the order of its tokens; of 32 bits each, as attention reads them."""
+    num_known_blocks: int = 0
+    """The first of ``blocks``, which can be found by others."""
+    num_cached: int = 0
+    """Tokens of its prompt that it found computed when it first started."""
     running: bool = False
     num_at_start: int = 0
     """Prompt and output when it last started to run."""

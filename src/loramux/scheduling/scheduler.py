@@ -14,6 +14,8 @@ from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.load_budget import MAX_STEP_LOAD_BYTES, LoadBudget
 from loramux.scheduling.request import Request
+from loramux.scheduling.sequence_blocks import SequenceBlocks
+from loramux.scheduling.slot_use import SlotUse
 from loramux.scheduling.tally import Tally
 from loramux.types import AdapterId, RequestId
 
@@ -42,9 +44,9 @@ class Scheduler:
 
     Every running request gets a token of the budget; a long prompt is read in chunks of what the
     others leave. When blocks run out, the running request that arrived last is preempted: it loses
-    its blocks, waits in its old place and is recomputed later. The running request that arrived
-    first always goes on, because one sequence of the greatest length fits into the cache
-    (``fits``), so every request ends.
+    its blocks, waits in its old place and is recomputed later, but for what it finds still there
+    (``SequenceBlocks``). The running request that arrived first always goes on, because one
+    sequence of the greatest length fits into the cache (``fits``), so every request ends.
 
     A request whose adapter has no slot is passed by others, for a bounded time (``Drains``). Where
     many adapters come at once, they come one or a few a step (``LoadBudget``).
@@ -70,9 +72,8 @@ class Scheduler:
         """``forbidden_tokens``: those that a request with ``min_tokens`` may not choose next."""
         assert limits.max_num_seqs <= limits.max_step_tokens, "each sequence needs a token a step"
         self._limits = limits
-        self._blocks = blocks
-        self._residency = residency
-        self._drains = drains
+        self._blocks = SequenceBlocks(blocks, limits.block_size)
+        self._slots = SlotUse(residency, drains)
         self._forbidden_tokens = forbidden_tokens
         self._clock = clock
         self._waiting: list[Request] = []  # both lists in order of arrival
@@ -80,7 +81,6 @@ class Scheduler:
         self._ending: list[Request] = []  # only the result of a launched step is left to come
         self._num_arrived = 0
         self._by_id: dict[RequestId, Request] = {}
-        self._running_adapters: Counter[AdapterId] = Counter()
         self.num_preemptions = 0
         self.queue_waits = Tally()
         """Of all sequences, up to their first start."""
@@ -90,7 +90,17 @@ class Scheduler:
     @property
     def num_drains(self) -> int:
         """Adapters in use that were made to give up their slots."""
-        return self._drains.num_drains
+        return self._slots.num_drains
+
+    @property
+    def num_prefix_tokens_asked(self) -> int:
+        """Prompt tokens that were looked for in known blocks."""
+        return self._blocks.num_asked
+
+    @property
+    def num_prefix_tokens_found(self) -> int:
+        """Those that were found, and not computed."""
+        return self._blocks.num_found
 
     @property
     def num_waiting(self) -> int:
@@ -102,7 +112,7 @@ class Scheduler:
 
     def running_adapters(self) -> set[AdapterId]:
         """Adapters in the running batch; for any thread."""
-        return set(list(self._running_adapters))
+        return self._slots.running()
 
     def waiting_adapters(self) -> set[AdapterId]:
         """Adapters with sequences that wait; for any thread."""
@@ -123,7 +133,7 @@ class Scheduler:
 
     def fits(self, num_tokens: int) -> bool:
         """Whether one sequence of this length fits into the KV cache."""
-        return self._num_blocks(num_tokens) <= self._blocks.num_blocks
+        return self._blocks.fits(num_tokens)
 
     def add(self, request: Request) -> None:
         """Queue a request that has at least one token and whose adapter the residency knows."""
@@ -134,7 +144,7 @@ class Scheduler:
         request.arrival = self._num_arrived
         request.queued_at = self._clock()
         self._num_arrived += 1
-        if not self._has_copy(request.adapter_id):
+        if not self._slots.has_copy(request.adapter_id):
             request.note_without_slot(request.queued_at)  # it may be that no step can be made
         self._waiting.append(request)
 
@@ -149,26 +159,31 @@ class Scheduler:
             self._waiting.remove(request)
             self._end_wait_without(request.adapter_id)
 
+    def distrust(self, request: Request) -> None:
+        """A request's logits are not finite: nobody shall find its keys and values.
+
+        It may have been removed already, and its blocks be others'.
+        """
+        self._blocks.distrust(request)
+
     @property
     def can_step(self) -> bool:
         """Whether a request could take part in a step; others wait for copies of their adapters."""
-        return bool(self._running) or any(self._has_copy(r.adapter_id) for r in self._waiting)
+        return bool(self._running) or any(map(self._has_copy, self._waiting))
 
     def wanted_copies(self) -> list[AdapterId]:
         """Adapters without a copy in host memory that requests wait for, in their order."""
         wanted = dict.fromkeys(r.adapter_id for r in self._waiting)
-        return [a for a in wanted if a is not None and self._residency.lacks_copy(a)]
+        return [a for a in wanted if a is not None and self._slots.lacks_copy(a)]
 
     def keep_copies_from(self, adapter_id: AdapterId) -> set[AdapterId]:
         """Whose copies must stay for what an adapter needs: of those that run, and of those that
         wait, unless it has waited too long itself and for longer."""
-        waiting = {r.adapter_id for r in self._waiting if r.adapter_id is not None}
-        pushed = {a for a in waiting if self._drains.may_push_aside(adapter_id, a)}
-        return (waiting - pushed) | self._running_adapters.keys()
+        return self._slots.keep_copies_from(adapter_id, self.waiting_adapters())
 
     def note_fetch(self, adapter_id: AdapterId) -> None:
         """An adapter's copy is on its way now, and its slot is not needed before it is there."""
-        self._drains.pause(adapter_id)
+        self._slots.pause(adapter_id)
 
     def requests_of(self, adapter_id: AdapterId) -> list[Request]:
         """The waiting requests of an adapter."""
@@ -188,7 +203,8 @@ class Scheduler:
                 chosen.append((request, count))
                 budget -= count - 1
         orders: list[SlotOrder] = []
-        # Who was preempted just now needs more blocks than that has left, so nobody starts again.
+        # Who was preempted just now needs more blocks than that has left, and starts again only
+        # where others have computed some of them meanwhile.
         self._admit(budget, chosen, orders)
         if not chosen:
             return None
@@ -197,7 +213,7 @@ class Scheduler:
             # Rows of one slot side by side spare the LoRA ops a gather. Not beside base rows: where
             # a row stands in a matrix product can change its last bits, and whether its neighbours
             # have adapters must not change that.
-            chosen.sort(key=lambda item: self._residency.slot_of(item[0].adapter_id))
+            chosen.sort(key=lambda item: self._slots.slot_of(item[0].adapter_id))
         plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
         for (request, count), part in zip(chosen, plan.sequences, strict=True):
             request.num_computed += count
@@ -206,13 +222,10 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert that the queues, blocks and slots agree."""
-        self._blocks.check()
-        self._residency.check()
+        self._blocks.check(self._by_id.values())
         queued = [*self._waiting, *self._running, *self._ending]
         assert set(self._by_id.values()) == set(queued)
         assert len(self._by_id) == len(queued)
-        held = [block for request in self._by_id.values() for block in request.blocks]
-        assert len(held) == len(set(held)) == self._blocks.num_used, "blocks leaked or shared"
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_arrival), "the order of arrival is lost"
         for request in (*self._waiting, *self._ending):
@@ -222,14 +235,9 @@ class Scheduler:
         for request in self._running:
             assert request.running
             assert 0 < request.num_computed < request.num_tokens <= request.max_total_tokens
-            assert self._num_blocks(request.num_computed) == len(request.blocks)
-            if request.adapter_id is not None:
-                self._residency.slot_of(request.adapter_id)
-        adapters = Counter(r.adapter_id for r in self._running if r.adapter_id is not None)
-        assert adapters == self._running_adapters
-        assert len(adapters) <= self._residency.num_slots
-        waiting = {r.adapter_id for r in self._waiting if r.adapter_id is not None}
-        self._drains.check(waiting)
+            assert self._blocks.count(request.num_computed) == len(request.blocks)
+        running = Counter(r.adapter_id for r in self._running if r.adapter_id is not None)
+        self._slots.check(running, self.waiting_adapters())
 
     def _retire(self) -> None:
         """Take blocks, slots and places from those that certainly end with a token in flight."""
@@ -242,7 +250,7 @@ class Scheduler:
 
         Each has got a token first: adapters that take turns in one slot all come to an end.
         """
-        overdue = self._drains.overdue()
+        overdue = self._slots.overdue()
         for request in [r for r in self._running if r.adapter_id in overdue]:
             if request.has_gained:
                 self._preempt(request)
@@ -250,24 +258,18 @@ class Scheduler:
     def _end_wait_without(self, adapter_id: AdapterId | None) -> None:
         """An adapter waits for a slot only while a request of it does."""
         if adapter_id is not None and all(r.adapter_id != adapter_id for r in self._waiting):
-            self._drains.note_no_wait(adapter_id)
+            self._slots.end_wait(adapter_id)
+
+    def _has_copy(self, request: Request) -> bool:
+        return self._slots.has_copy(request.adapter_id)
 
     def _grow_or_preempt(self, request: Request, count: int) -> bool:
         """Find blocks for ``count`` more tokens, at the cost of requests that arrived later."""
-        while not self._grow(request, count):
+        while not self._blocks.grow(request, count):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
-        return True
-
-    def _grow(self, request: Request, count: int) -> bool:
-        missing = self._num_blocks(request.num_computed + count) - len(request.blocks)
-        if missing > 0:
-            blocks = self._blocks.allocate(missing)
-            if blocks is None:
-                return False
-            request.blocks.extend(blocks)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -281,11 +283,8 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         self._running.remove(request)
         request.running = False
-        request.num_computed = 0
-        self._blocks.free(request.blocks)
-        del request.blocks[:]
-        if request.adapter_id is not None:
-            self._leave_slot(request.adapter_id)
+        self._blocks.release(request)
+        self._slots.leave(request.adapter_id)
 
     def _admit(
         self, budget: int, chosen: list[tuple[Request, int]], orders: list[SlotOrder]
@@ -302,28 +301,26 @@ class Scheduler:
             if request.adapter_id in without_slot:
                 request.note_without_slot(now)
                 continue
-            if not self._can_have_slot(request.adapter_id):
+            if not self._slots.can_have(request.adapter_id):
                 without_slot.add(request.adapter_id)
                 request.note_without_slot(now)
-                self._wait_for_slot(request.adapter_id)
+                self._slots.wait(request.adapter_id, self.waiting_adapters)
                 continue
+            found = self._blocks.find(request)
             # Room for everything known so far, not for the first chunk alone: a request that
             # starts and is preempted in the middle of its prompt has wasted the work.
-            if self._num_blocks(len(request.tokens)) > self._blocks.num_free:
+            if not self._blocks.has_room(request, found):
                 return
-            if not self._may_load(request.adapter_id, loads):
+            if not self._slots.may_load(request.adapter_id, loads):
                 without_slot.add(request.adapter_id)
                 request.note_without_slot(now)
                 continue
-            if request.adapter_id is not None:
-                orders.extend(self._take_slot(request.adapter_id))
-                if not request.num_preemptions:
-                    since = request.without_slot_since
-                    self.slot_waits.observe(0.0 if since is None else now - since)
+            orders.extend(self._slots.take(request.adapter_id))
             if not request.num_preemptions:
-                self.queue_waits.observe(now - request.queued_at)
+                self._note_first_start(request, now)
+            self._blocks.start(request, found)
             count = min(request.num_uncomputed, budget)
-            grown = self._grow(request, count)
+            grown = self._blocks.grow(request, count)
             assert grown, "the blocks were counted a moment ago"
             self._waiting.remove(request)
             insort(self._running, request, key=_arrival)
@@ -332,56 +329,11 @@ class Scheduler:
             chosen.append((request, count))
             budget -= count
 
-    def _can_have_slot(self, adapter_id: AdapterId | None) -> bool:
-        if adapter_id is None:
-            return True
-        if not self._has_copy(adapter_id):
-            return False
-        if self._residency.find_slot(adapter_id) is None:
-            if self._drains.comes_later(adapter_id, ready=self._residency.host):
-                return False
-        elif self._drains.is_draining(adapter_id):
-            return False
-        return self._residency.can_place(adapter_id, self._running_adapters.keys())
-
-    def _may_load(self, adapter_id: AdapterId | None, loads: LoadBudget) -> bool:
-        if adapter_id is None or self._residency.find_slot(adapter_id) is not None:
-            return True
-        return loads.take(self._residency.bytes_of(adapter_id))
-
-    def _has_copy(self, adapter_id: AdapterId | None) -> bool:
-        return adapter_id is None or adapter_id in self._residency.host
-
-    def _wait_for_slot(self, adapter_id: AdapterId | None) -> None:
-        if adapter_id is None or self._is_only_fetched(adapter_id):
-            return
-        if not self._drains.is_draining(adapter_id):
-            self._drains.note_wait(
-                adapter_id,
-                self._running_adapters,
-                self._residency.pinned,
-                self._residency.can_place,
-            )
-
-    def _is_only_fetched(self, adapter_id: AdapterId) -> bool:
-        """Whether an adapter waits for its source alone, and takes nothing from others."""
-        if self._has_copy(adapter_id):
-            return False
-        in_use = self.keep_copies_from(adapter_id)
-        return self._residency.has_host_room(adapter_id, in_use)
-
-    def _take_slot(self, adapter_id: AdapterId) -> tuple[SlotOrder, ...]:
-        orders = self._residency.place(adapter_id, in_use=self._running_adapters.keys())
-        assert orders is not None, "the slot was there a moment ago"
-        self._drains.note_no_wait(adapter_id)
-        self._running_adapters[adapter_id] += 1
-        return orders
-
-    def _leave_slot(self, adapter_id: AdapterId) -> None:
-        self._running_adapters[adapter_id] -= 1
-        if not self._running_adapters[adapter_id]:
-            del self._running_adapters[adapter_id]
-            self._residency.note_idle(adapter_id)
+    def _note_first_start(self, request: Request, now: float) -> None:
+        self.queue_waits.observe(now - request.queued_at)
+        if request.adapter_id is not None:
+            since = request.without_slot_since
+            self.slot_waits.observe(0.0 if since is None else now - since)
 
     def _sequence_step(self, request: Request, count: int) -> SequenceStep:
         start, num_tokens = request.num_computed, request.num_tokens
@@ -407,15 +359,12 @@ class Scheduler:
             token_ids=token_ids,
             start=start,
             block_table=request.blocks[:],
-            slot=self._residency.slot_of(request.adapter_id),
+            slot=self._slots.slot_of(request.adapter_id),
             sample=sample,
             prompt_logprobs=request.params.prompt_logprobs if wants_prompt else None,
             # There is no output yet while some of these are missing.
             next_prompt_tokens=request.tokens[start + 1 : end + 1] if wants_prompt else (),
         )
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._limits.block_size)
 
 
 def _arrival(request: Request) -> int:

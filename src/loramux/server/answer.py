@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from loramux.engine.interface import Engine, Stream, TextCodec
 from loramux.errors import EngineStopped, LoramuxError
@@ -51,13 +51,16 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int
+    """Those of the prompts that were found in the prefix cache."""
 
-    def as_json(self) -> dict[str, int]:
+    def as_json(self) -> dict[str, Any]:
         total = self.prompt_tokens + self.completion_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 
@@ -90,6 +93,7 @@ class Answer:
         self._interval = interval
         self._account = account
         self._num_output_tokens = 0
+        self._num_cached_tokens = 0
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._begun: set[int] = set()
 
@@ -106,6 +110,7 @@ class Answer:
         seconds: float,
         interval: float,
         account: Account,
+        cache_salt: str | None,
     ) -> Answer:
         """Submit all prompts, or none where the engine refuses one of them.
 
@@ -117,7 +122,11 @@ class Answer:
         num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         requests = [
             GenerationRequest(
-                prompt_token_ids=token_ids, params=params, model=model, codec=codec.key
+                prompt_token_ids=token_ids,
+                params=params,
+                model=model,
+                cache_salt=cache_salt,
+                codec=codec.key,
             )
             for token_ids in prompts
         ]
@@ -153,7 +162,7 @@ class Answer:
     @property
     def usage(self) -> Usage:
         """The tokens so far."""
-        return Usage(self._num_prompt_tokens, self._num_output_tokens)
+        return Usage(self._num_prompt_tokens, self._num_output_tokens, self._num_cached_tokens)
 
     async def parts(self) -> AsyncIterator[Part]:
         """The parts of all choices in the order in which they are made.
@@ -211,6 +220,8 @@ class Answer:
         first = index not in self._begun
         self._begun.add(index)
         self._num_output_tokens += len(delta.token_ids)
+        if delta.index == 0:
+            self._num_cached_tokens += delta.cached_tokens
         return Part(
             index,
             prompt,

@@ -45,6 +45,13 @@ class Caller:
     def may_ask(self, model: str) -> bool:
         return self.key is None or self.key.may_ask(model)
 
+    def cache_salt(self, asked: str | None) -> str | None:
+        """The salt of a request that asks for one, or none: keys share nothing with each other."""
+        if self.key is None:
+            return asked
+        # The names of keys hold no slash, so no salt of one key is that of another.
+        return self.key.name if asked is None else f"{self.key.name}/{asked}"
+
     def may_see(self, model: str) -> bool:
         """Whether lists show it: to administer models is to know them."""
         return self.may_ask(model) or (self.key is not None and self.key.admin)

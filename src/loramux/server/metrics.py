@@ -36,7 +36,9 @@ _GAUGES = {
 }
 _COUNTERS = {
     "num_steps": ("steps", "Steps of the engine"),
-    "prompt_tokens": ("prompt_tokens", "Prompt tokens read"),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens computed"),
+    "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache"),
     "output_tokens": ("output_tokens", "Tokens generated"),
     "preemptions": ("preemptions", "Sequences put back to the queue for want of blocks or slots"),
     "slot_drains": ("slot_drains", "Adapters in use that gave up their slot to one that waited"),

@@ -71,6 +71,7 @@ async def reply(
         seconds=min(body.timeout or math.inf, context.options.max_request_seconds),
         interval=context.options.stream_interval if body.stream else _UNSEEN_INTERVAL,
         account=caller.account,
+        cache_salt=caller.cache_salt(body.cache_salt),
     )
     if model is not None:
         context.metrics.count_adapter(model)

@@ -136,6 +136,8 @@ class GenerationFields(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Requests with different ones share no part of the prefix cache."""
     timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds until the answer must be complete, at most the server's own limit."""
     guided_json: dict[str, Any] | str | None = None

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from loramux.errors import (
     AdapterExists,
@@ -45,7 +46,8 @@ class FakeEngine:
     all that was submitted, ``aborted`` the ids of requests that were aborted while they ran,
     ``rules`` those of each load. ``running_adapters`` and ``waiting_adapters`` are what the
     statistics say of them. An adapter in ``codecs`` has a codec of its own. Guides
-    change no answer.
+    change no answer. A prompt finds cached what the one before it, of the same model and salt,
+    begins with.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class FakeEngine:
         self.waiting_adapters: tuple[str, ...] = ()
         self.counts = _Counts()
         self._adapters: dict[str, AdapterInfo] = {}
+        self._last_prompts: dict[tuple[str | None, str | None], tuple[int, ...]] = {}
         for name, source in (adapters or {}).items():
             self._adapters[name] = _adapter_info(name, source, pinned=False)
 
@@ -110,7 +113,11 @@ class FakeEngine:
         self.requests.append(request)
         self.running.add(request_id)
         self.counts.prompt_tokens += len(prompt)
-        return FakeStream(self, replace(request, request_id=request_id))
+        last = self._last_prompts.get((request.model, request.cache_salt), ())
+        self._last_prompts[request.model, request.cache_salt] = tuple(prompt)
+        cached = min(_common_length(last, prompt), len(prompt) - 1)
+        self.counts.cached_tokens += cached
+        return FakeStream(self, replace(request, request_id=request_id), cached)
 
     async def load_adapter(
         self,
@@ -159,6 +166,8 @@ class FakeEngine:
             slots_total=NUM_SLOTS,
             num_steps=self.counts.output_tokens,
             prompt_tokens=self.counts.prompt_tokens,
+            prefix_queries=self.counts.prompt_tokens,
+            prefix_hits=self.counts.cached_tokens,
             output_tokens=self.counts.output_tokens,
             preemptions=0,
             slot_drains=0,
@@ -191,11 +200,12 @@ class FakeEngine:
 class FakeStream:
     """The ``Stream`` of a FakeEngine: one delta a tick, the completions in turn."""
 
-    def __init__(self, engine: FakeEngine, request: GenerationRequest) -> None:
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, cached_tokens: int) -> None:
         assert request.request_id is not None
         self.request_id = request.request_id
         self._engine = engine
         self._params = request.params
+        self._cached_tokens = cached_tokens
         self._prompt = tuple(request.prompt_token_ids)
         self._answer = _answer(self._prompt, upper=request.model not in (None, engine.base_name))
         self._limit = self._params.max_tokens or engine.max_model_len - len(self._prompt)
@@ -239,6 +249,7 @@ class FakeStream:
             logprobs=_logprobs([token], self._params.logprobs),
             finish_reason=("length" if at_limit else "stop") if last else None,
             prompt_logprobs=self._prompt_logprobs() if position == index == 0 else None,
+            cached_tokens=self._cached_tokens if position == 0 else 0,
         )
 
     def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
@@ -250,8 +261,15 @@ class FakeStream:
 @dataclass
 class _Counts:
     prompt_tokens: int = field(default=0)
+    cached_tokens: int = field(default=0)
     output_tokens: int = field(default=0)
     finished: int = field(default=0)
+
+
+def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    pairs = zip(first, second, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _answer(prompt: Sequence[int], *, upper: bool) -> list[int]:

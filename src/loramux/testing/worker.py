@@ -217,8 +217,9 @@ class FakeWorker:
             assert all(0 <= block < self._num_blocks for block in s.block_table)
             asked = 0 if s.prompt_logprobs is None else len(s.token_ids)
             assert len(s.next_prompt_tokens) <= asked
-        blocks = [block for s in sequences for block in s.block_table]
-        assert len(blocks) == len(set(blocks)), "sequences share a block"
+            assert len(set(s.block_table)) == len(s.block_table), "a block comes twice"
+        written = [b for s in sequences for b in s.block_table[s.start // self._block_size :]]
+        assert len(written) == len(set(written)), "two sequences write into one block"
 
     def _with_pending_token(self, sequence: SequenceStep) -> SequenceStep:
         if PENDING_TOKEN not in sequence.token_ids:

@@ -83,6 +83,7 @@ def _cuda_backends(
         dtype=model.dtype,
         device=device,
         uploads=uploads,
+        max_model_len=model.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_step_tokens=limits.max_step_tokens,
     )

@@ -1,0 +1,134 @@
+"""Which adapters have running sequences, and which of the others may have a slot."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from loramux.adapters.residency import Residency
+from loramux.plan import SlotOrder
+from loramux.scheduling.drains import Drains
+from loramux.scheduling.load_budget import LoadBudget
+from loramux.types import AdapterId, Slot
+
+
+class SlotUse:
+    """Counts the running sequences of each adapter, which keeps its slot while it has any.
+
+    The base, None wherever an adapter may be named, needs no slot of these.
+    """
+
+    def __init__(self, residency: Residency, drains: Drains) -> None:
+        self._residency = residency
+        self._drains = drains
+        self._running: Counter[AdapterId] = Counter()
+
+    @property
+    def num_drains(self) -> int:
+        """Adapters in use that were made to give up their slots."""
+        return self._drains.num_drains
+
+    def running(self) -> set[AdapterId]:
+        """Adapters with running sequences; for any thread."""
+        return set(list(self._running))
+
+    def overdue(self) -> list[AdapterId]:
+        """Adapters whose sequences are to be preempted, so that others have their slots."""
+        return self._drains.overdue()
+
+    def slot_of(self, adapter_id: AdapterId | None) -> Slot:
+        return self._residency.slot_of(adapter_id)
+
+    def has_copy(self, adapter_id: AdapterId | None) -> bool:
+        """Whether an adapter could be brought into a slot at once."""
+        return adapter_id is None or adapter_id in self._residency.host
+
+    def lacks_copy(self, adapter_id: AdapterId) -> bool:
+        """Whether an adapter has no copy, and none is on its way."""
+        return self._residency.lacks_copy(adapter_id)
+
+    def keep_copies_from(
+        self, adapter_id: AdapterId, waiting: Collection[AdapterId]
+    ) -> set[AdapterId]:
+        """Whose copies must stay for what an adapter needs: of those that run, and of those that
+        wait, unless it has waited too long itself and for longer."""
+        pushed = {a for a in waiting if self._drains.may_push_aside(adapter_id, a)}
+        return (set(waiting) - pushed) | self._running.keys()
+
+    def can_have(self, adapter_id: AdapterId | None) -> bool:
+        """Whether a sequence of an adapter may start now, as far as its slot is concerned."""
+        if adapter_id is None:
+            return True
+        if not self.has_copy(adapter_id):
+            return False
+        if self._residency.find_slot(adapter_id) is None:
+            if self._drains.comes_later(adapter_id, ready=self._residency.host):
+                return False
+        elif self._drains.is_draining(adapter_id):
+            return False
+        return self._residency.can_place(adapter_id, self._running.keys())
+
+    def may_load(self, adapter_id: AdapterId | None, loads: LoadBudget) -> bool:
+        """Whether an adapter has a slot, or the step's budget lets it come into one."""
+        if adapter_id is None or self._residency.find_slot(adapter_id) is not None:
+            return True
+        return loads.take(self._residency.bytes_of(adapter_id))
+
+    def take(self, adapter_id: AdapterId | None) -> tuple[SlotOrder, ...]:
+        """A sequence of an adapter that can have a slot starts; what brings the adapter there."""
+        if adapter_id is None:
+            return ()
+        orders = self._residency.place(adapter_id, in_use=self._running.keys())
+        assert orders is not None, "the slot was there a moment ago"
+        self._drains.note_no_wait(adapter_id)
+        self._running[adapter_id] += 1
+        return orders
+
+    def leave(self, adapter_id: AdapterId | None) -> None:
+        """A running sequence of an adapter stops."""
+        if adapter_id is None:
+            return
+        self._running[adapter_id] -= 1
+        if not self._running[adapter_id]:
+            del self._running[adapter_id]
+            self._residency.note_idle(adapter_id)
+
+    def wait(
+        self, adapter_id: AdapterId | None, waiting: Callable[[], Collection[AdapterId]]
+    ) -> None:
+        """A sequence of an adapter cannot start for want of a slot.
+
+        ``waiting``: all adapters with sequences that wait, for whatever reason.
+        """
+        if adapter_id is None or self._is_only_fetched(adapter_id, waiting):
+            return
+        if not self._drains.is_draining(adapter_id):
+            self._drains.note_wait(
+                adapter_id, self._running, self._residency.pinned, self._residency.can_place
+            )
+
+    def pause(self, adapter_id: AdapterId) -> None:
+        """An adapter's copy is on its way now, and its slot is not needed before it is there."""
+        self._drains.pause(adapter_id)
+
+    def end_wait(self, adapter_id: AdapterId) -> None:
+        """No sequence of an adapter waits any more."""
+        self._drains.note_no_wait(adapter_id)
+
+    def check(self, running: Counter[AdapterId], waiting: Collection[AdapterId]) -> None:
+        """Assert that adapters with ``running`` sequences, so many of each, have their slots."""
+        self._residency.check()
+        assert running == self._running
+        assert len(running) <= self._residency.num_slots
+        for adapter_id in running:
+            self._residency.slot_of(adapter_id)
+        self._drains.check(waiting)
+
+    def _is_only_fetched(
+        self, adapter_id: AdapterId, waiting: Callable[[], Collection[AdapterId]]
+    ) -> bool:
+        """Whether an adapter waits for its source alone, and takes nothing from others."""
+        if self.has_copy(adapter_id):
+            return False
+        in_use = self.keep_copies_from(adapter_id, waiting())
+        return self._residency.has_host_room(adapter_id, in_use)
