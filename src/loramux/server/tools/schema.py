@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from loramux.server.strict import Strict
 
@@ -49,7 +49,15 @@ class NamedChoice(Strict):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+def _kind_of_choice(value: object) -> str:
+    return "word" if isinstance(value, str) else "function"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedChoice, Tag("function")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class CalledFunction(Strict):
