@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
@@ -29,7 +29,7 @@ def read_tool_places(template: str) -> ToolPlaces:
         tree = _ENVIRONMENT.parse(template)
         # Not any mention of the name: a macro may have a parameter that is called so.
         takes_tools = "tools" in find_undeclared_variables(tree)
-    except (TemplateSyntaxError, RecursionError):
+    except (TemplateError, ValueError, RecursionError):
         return ToolPlaces()
     words = list(_literals(tree))
     fields = {node.attr for node in tree.find_all(nodes.Getattr)}

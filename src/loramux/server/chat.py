@@ -87,9 +87,9 @@ class ChatRenderer:
         deltas = message.deltas(part.text, last=part.finish_reason is not None)
         if not deltas and (part.logprobs or part.finish_reason or self._body.return_token_ids):
             deltas.append({})
-        # What is told of the tokens comes once, with the last of what they have become.
-        parts = [Part(part.index, part.prompt, first=False)] * (len(deltas) - 1) + [part]
-        for told, delta in zip(parts, deltas, strict=False):
+        for delta in deltas:
+            # What is told of the tokens, and of the end, comes once, with the last delta.
+            told = part if delta is deltas[-1] else Part(part.index, part.prompt, first=False)
             choice = self._choice(told, message) | {"delta": delta}
             chunks.append(self._chunk([choice], None))
         return chunks

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from loramux.server.tools.forced import read_list
 from loramux.server.tools.parser import CallParser, OneCall, PlainText
-from loramux.server.tools.reader import Reader
+from loramux.server.tools.reader import Reader, Reading
 from loramux.server.tools.styles import STYLES
 from tests.unit.tools.parsing import NAMES, Found, cut, events, found, parser_of, piece, start
 
@@ -170,10 +170,57 @@ def test_special_tokens_that_mark_calls_are_never_content() -> None:
     assert found(parser_of("mistral", hidden=hidden), text) == Found("a b nobody{}", BOTH[:1])
 
 
+@pytest.mark.parametrize(
+    "between", ["", " ", "nobody", "nobody[CALL_ID]x", "f[CALL_ID]", "[1", "f "]
+)
+def test_a_marker_right_behind_another_is_seen(between: str) -> None:
+    """The list of the older form begins as markers do."""
+    text = f"[TOOL_CALLS]{between}[TOOL_CALLS]" + '[TOOL_CALLS]f[ARGS]{"x": 1}'
+    assert found(parser_of("mistral"), text).calls == BOTH[:1]
+    hidden = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    shown = between.replace("[CALL_ID]", "").strip()
+    assert found(parser_of("mistral", hidden=hidden), text) == Found(shown, BOTH[:1])
+    assert found(parser_of("mistral", hidden=hidden), "[TOOL_CALLS][ARGS]") == Found()
+
+
 def test_special_tokens_may_come_inside_of_arguments() -> None:
     text = '[TOOL_CALLS]f[ARGS]{"x": "[TOOL_CALLS]"}'
     found_calls = found(parser_of("mistral", hidden=("[TOOL_CALLS]", "[ARGS]")), text).calls
     assert found_calls == [("f", '{"x": "[TOOL_CALLS]"}')]
+
+
+class Counting(Reader):
+    """Counts how often a character is looked at."""
+
+    looks = 0
+
+    def peek(self) -> Reading[str]:
+        self.looks += 1
+        return super().peek()
+
+
+@pytest.mark.parametrize(
+    ("before", "repeated", "after"),
+    [
+        ("", "word < ", ""),
+        ("<tool_call>", "<tool_call> ", ""),
+        ("<tool_call>", " ", F),
+        ('<tool_call>{"name": "f", "arguments": {"x": [', '"text", ', ""),
+        ('<tool_call>{"arguments": {"x": [', "1.5, {}, ", '0]}, "name": "f"}'),
+        ('<tool_call>{"name": "', "f", ""),
+    ],
+)
+def test_no_character_is_looked_at_again_and_again(before: str, repeated: str, after: str) -> None:
+    def looks(times: int) -> int:
+        reader = Counting(NAMES)
+        for _ in events(
+            CallParser(reader, STYLES["hermes"].read), before + repeated * times + after
+        ):
+            pass
+        return reader.looks
+
+    few, many = looks(100), looks(1000)
+    assert many < 10.1 * few
 
 
 def test_nesting_without_end_takes_no_stack() -> None:

@@ -68,14 +68,9 @@ def _marker_rules(markers: Sequence[str], added_tokens: Mapping[str, int]) -> It
 
 
 def _schema(function: FunctionDefinition) -> dict[str, Any]:
-    if not function.strict:
-        return {"type": "object"}
-    schema = arguments_schema(function)
+    schema = arguments_schema(function) if function.strict else {"type": "object"}
     Guide.json(schema, PARAM)  # its bounds hold inside a grammar, too
-    options = schema.get("x-guidance")
-    if options is None:
-        schema["x-guidance"] = {"whitespace_pattern": JSON_WHITESPACE}
-    return schema
+    return {"x-guidance": {"whitespace_pattern": JSON_WHITESPACE}, **schema}
 
 
 def _ranges(token_ids: Collection[int]) -> str:

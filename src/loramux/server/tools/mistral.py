@@ -16,6 +16,7 @@ from loramux.server.tools.reader import NoCall, Reader, Reading
 from loramux.server.tools.style import Style
 
 _CALLS, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_MARKERS = (_CALLS, _ID, _ARGUMENTS)
 _NAME = re.compile(r"[a-zA-Z0-9_-]*")
 _ALPHANUMERICS = string.ascii_letters + string.digits
 
@@ -27,13 +28,21 @@ def _is_in(template: str) -> bool:
 def _read(reader: Reader) -> Reading[None]:
     while (yield from reader.text_until((_CALLS,))):
         try:
-            yield from reader.space()
-            if (yield from reader.peek()) == "[":
-                yield from read_calls(reader)
-            else:
-                yield from _read_named(reader)
+            yield from _read_some(reader)
         except NoCall:
             reader.release()
+
+
+def _read_some(reader: Reader) -> Reading[None]:
+    yield from reader.space()
+    while marker := (yield from reader.marker(_MARKERS)):
+        if marker != _CALLS:
+            raise NoCall
+        yield from reader.space()
+    if (yield from reader.peek()) == "[":
+        yield from read_calls(reader)
+    else:
+        yield from _read_named(reader)
 
 
 def _read_named(reader: Reader) -> Reading[None]:
@@ -68,4 +77,4 @@ def _rules(names: Sequence[str], parallel: bool) -> Iterable[str]:
     yield from call_rules(names, "arguments")
 
 
-MISTRAL = Style("mistral", (_CALLS, _ID, _ARGUMENTS), _is_in, _read, _rules, new_id=_new_id)
+MISTRAL = Style("mistral", _MARKERS, _is_in, _read, _rules, new_id=_new_id)

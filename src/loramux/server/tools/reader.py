@@ -120,14 +120,12 @@ class Reader:
             self.take()
 
     def marker(self, markers: Sequence[str]) -> Reading[str]:
-        """Take one of ``markers``, of which none begins another; "" where something else comes.
-
-        The characters that could have been its beginning have been taken then, too.
-        """
+        """Take one of ``markers``, of which none begins another; "" where something else comes."""
         word = ""
         while word not in markers:
             character = yield from self.peek()
             if not character or not any(m.startswith(word + character) for m in markers):
+                self._take_back(word)
                 return ""
             self.take()
             word += character
@@ -141,17 +139,18 @@ class Reader:
         White space before it is held with it, since it only parts text from calls.
         """
         sought = (*markers, *(m for m in self._hidden if m not in markers))
-        plain = _plain(sought)
+        firsts = {marker[0] for marker in sought}
+        plain = _plain("".join(sorted(firsts)))
         while (yield from self.peek()):
             if self._take_run(plain):
                 self.release()
                 continue
             yield from self.space()
-            num_held = len(self._held)
             found = yield from self.marker(sought)
             if found and found in markers:
                 return found
-            if len(self._held) > num_held:  # the beginning of a marker and no more
+            if not found and (yield from self.peek()) in firsts:  # a marker's beginning and no more
+                self.take()
                 self.release()
         if self.after_call:
             self.drop()
@@ -216,6 +215,14 @@ class Reader:
         self._hold(match.end())
         return True
 
+    def _take_back(self, taken: str) -> None:
+        """``taken`` came last, character by character, and is to be read again."""
+        del self._held[len(self._held) - len(taken) :]
+        if self._at >= len(taken):
+            self._at -= len(taken)
+        else:  # it began in a piece that is gone
+            self._text, self._at = taken + self._text[self._at :], 0
+
     def _give_arguments(self) -> None:
         if self._held:
             self.add_arguments("".join(self._held))
@@ -227,10 +234,12 @@ class Reader:
 
 
 @cache
-def _plain(markers: tuple[str, ...]) -> re.Pattern[str]:
-    """Text that no marker begins in, up to white space that may stand before one."""
-    first = re.escape("".join(sorted({marker[0] for marker in markers})))
-    plain = rf"[^ \t\n\r{first}]"
+def _plain(firsts: str) -> re.Pattern[str]:
+    """Text that no marker begins in, up to white space that may stand before one.
+
+    ``firsts`` are the characters that markers begin with.
+    """
+    plain = rf"[^ \t\n\r{re.escape(firsts)}]"
     return re.compile(rf"(?:{plain}+|[ \t\n\r]++(?={plain}))+")
 
 
