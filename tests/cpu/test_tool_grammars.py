@@ -34,10 +34,13 @@ TREE = {
         },
         "leaf": {"enum": ["oak", {"$ref": "#"}]},
     },
+    "$schema": "http://json-schema.org/draft-07/schema#",
     "type": "object",
-    "properties": {"tree": {"$ref": "#/$defs/tree"}, "self": {"$ref": "#"}},
+    "properties": {"tree": {"$ref": "#/$defs/tree"}, "self": {"$ref": "#"},
+                   "default": {"$ref": "#/$defs/leaf"}},
     "additionalProperties": False,
-}
+}  # fmt: skip
+WHOLE = {"$defs": TREE["$defs"], "$ref": "#/$defs/tree"}
 
 
 def accepted(tokenizer: Any, guide: Guide, answers: Sequence[str]) -> list[str]:
@@ -153,16 +156,22 @@ def test_white_space_in_arguments_is_bounded(byte_level: Any) -> None:
     assert accepted(tokenizer, guide_of(tokenizer, "hermes"), answers) == answers[:3]
 
 
+@pytest.mark.parametrize(
+    ("parameters", "good", "bad"),
+    [
+        (
+            TREE,
+            '{"tree": {"next": {"leaf": "oak"}}, "self": {"self": {}}, "default": "oak"}',
+            ['{"tree": {"leaf": "elm"}}', '{"self": {"leaf": "oak"}}', '{"default": "elm"}'],
+        ),
+        (WHOLE, '{"leaf": "oak", "next": {"leaf": "oak"}}', ['{"leaf": "elm"}', '"oak"']),
+    ],
+)
 @pytest.mark.parametrize("form", ["strict", "required", "named"])
-def test_schemas_may_refer_to_themselves(byte_level: Any, form: str) -> None:
-    function = FunctionDefinition(name="f", parameters=TREE, strict=True)
-    good, bad = (
-        ['{"tree": {"leaf": "oak", "next": {"next": {}}}, "self": {"self": {}}}'],
-        [
-            '{"tree": {"leaf": "elm"}}',
-            '{"self": {"leaf": "oak"}}',
-        ],
-    )
+def test_schemas_may_refer_to_themselves(
+    byte_level: Any, form: str, parameters: dict[str, Any], good: str, bad: list[str]
+) -> None:
+    function = FunctionDefinition(name="f", parameters=parameters, strict=True)
     if form == "strict":
         guide = strict_guide(STYLES["mistral"], [G, function], {}, parallel=True)
         head, tail = "[TOOL_CALLS]f[ARGS]", ""
@@ -171,7 +180,7 @@ def test_schemas_may_refer_to_themselves(byte_level: Any, form: str) -> None:
         head, tail = '[{"name": "f", "parameters": ', "}]"
     else:
         guide, head, tail = named_guide(function), "", ""
-    answers = [head + arguments + tail for arguments in good + bad]
+    answers = [head + arguments + tail for arguments in (good, *bad)]
     assert accepted(byte_level, guide, answers) == answers[:1]
 
 

@@ -271,7 +271,7 @@ ARGUMENTS = "messages.1.tool_calls.0.function.arguments"
         (function(parameters=[]), "tools.0.function.parameters", "an object"),
         (function(parameters={"type": "string"}), "tools.0.function.parameters", "of an object"),
         (function(cached=True), "tools.0.function.cached", "not supported"),
-        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two functions called 'f'"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "2 functions called 'f'"),
         ({"tools": None, "tool_choice": "auto"}, "tool_choice", "needs tools"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tool_choice": "any"}, "tool_choice", "'none', 'auto' or 'required'"),

@@ -7,6 +7,7 @@ A call of one named function needs no such form: the answer is its arguments.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ PARAM = "tools"
 
 _DATA = frozenset({"const", "enum", "default", "examples"})
 """Keywords of schemas whose values are no schemas."""
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keywords whose values hold schemas by names."""
 
 
 def named_guide(function: FunctionDefinition) -> Guide:
@@ -72,8 +75,12 @@ def _moved(schema: Any, root: str) -> Any:
         return [_moved(part, root) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {k: part if k in _DATA else _moved(part, root) for k, part in schema.items()}
-    target = moved.get("$ref")
-    if isinstance(target, str) and target.startswith("#"):
-        moved["$ref"] = root + target.removeprefix("#")
+    moved: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _NAMED and isinstance(value, dict):
+            moved[keyword] = {name: _moved(part, root) for name, part in value.items()}
+        elif keyword == "$ref" and isinstance(value, str) and re.match("#(/|$)", value):
+            moved[keyword] = root + value.removeprefix("#")
+        else:
+            moved[keyword] = value if keyword in _DATA else _moved(value, root)
     return moved

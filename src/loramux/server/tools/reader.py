@@ -1,7 +1,7 @@
 """A model's text as it comes, for those who look for calls in it.
 
-What reads an answer is written as a generator that waits for more text wherever it needs some, so
-each character is looked at once, however the text is cut into pieces.
+What reads an answer is written as a generator that waits for more text wherever it needs some. So
+it is the same however the text is cut into pieces, and no piece has the text before it read again.
 """
 
 from __future__ import annotations

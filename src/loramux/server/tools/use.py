@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,9 +50,9 @@ def offered_tools(body: ChatRequest) -> list[Tool]:
     names = [tool.function.name for tool in tools]
     if not tools and choice not in (None, "none"):
         raise InvalidRequest("tool_choice needs tools: send some or leave it out", "tool_choice")
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise InvalidRequest(f"tools has two functions called {twice!r}: rename one", "tools")
+    name, times = Counter(names).most_common(1)[0] if names else ("", 0)
+    if times > 1:
+        raise InvalidRequest(f"tools has {times} functions called {name!r}: rename them", "tools")
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         raise InvalidRequest(
             f"tool_choice names the function {choice.function.name!r}, which is not among the "
@@ -98,7 +99,8 @@ def plan_use(
         )
     if choice == "required":
         new_parser = _parser_of(functions, read_list, parallel=parallel)
-        return ToolUse(list_guide(functions, parallel=parallel), (), new_parser, new_id)
+        guide = list_guide(functions, parallel=parallel)
+        return ToolUse(guide=guide, new_parser=new_parser, new_id=new_id)
     if style is None:
         raise InvalidRequest(
             "the model's chat template does not say in a known style how it calls tools: start the "
@@ -111,7 +113,7 @@ def plan_use(
     if any(function.strict for function in functions):
         guide = strict_guide(style, functions, codec.added_tokens, parallel=parallel)
     new_parser = _parser_of(functions, style.read, parallel=parallel, hidden=kept)
-    return ToolUse(guide, kept, new_parser, new_id)
+    return ToolUse(guide=guide, kept=kept, new_parser=new_parser, new_id=new_id)
 
 
 def _function_for_template(function: FunctionDefinition) -> dict[str, Any]:
