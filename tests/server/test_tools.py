@@ -13,6 +13,7 @@ import pytest
 from loramux import Guide
 from loramux.config import ServerOptions
 from loramux.server.app import create_app
+from loramux.server.tools.styles import STYLES
 from loramux.testing import FakeCodec, FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -167,13 +168,17 @@ async def test_the_option_says_how_a_model_calls_whose_template_does_not() -> No
     assert called(choice["message"]) == BOTH
 
 
+def test_every_style_is_a_value_of_the_option() -> None:
+    assert {ServerOptions(tool_parser=style).tool_parser for style in STYLES} == set(TEMPLATES)
+
+
 async def test_a_style_that_nobody_knows_is_refused(
     client: httpx.AsyncClient, codec: Echo, engine: FakeEngine
 ) -> None:
     codec.tool_template = "{{ tools }}"
     response = await post(client)
     assert response.status_code == 400
-    assert "--tool-parser hermes, llama3, mistral" in response.json()["error"]["message"]
+    assert "--tool-parser (hermes, llama3, mistral)" in response.json()["error"]["message"]
     assert engine.requests == []
     [choice] = await choices(client, '[{"name": "g", "parameters": {}}]', tool_choice="required")
     assert called(choice["message"]) == [("g", "{}")]

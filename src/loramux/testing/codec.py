@@ -59,7 +59,7 @@ class FakeCodec:
     def detokenizer(
         self, *, skip_special_tokens: bool = True, kept: Collection[str] = ()
     ) -> FakeDetokenizer:
-        """No token is special, so all are shown."""
+        """No token is special, so all are shown, kept or not."""
         return FakeDetokenizer()
 
 

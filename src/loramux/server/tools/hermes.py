@@ -1,8 +1,10 @@
 """Calls as Hermes and Qwen write them, several in a row.
 
-<tool_call>
-{"name": "f", "arguments": {"x": 1}}
-</tool_call>
+    <tool_call>
+    {"name": "f", "arguments": {"x": 1}}
+    </tool_call>
+
+Some write a list of calls between the tags, and some leave the last tag out.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ def _read(reader: Reader) -> Reading[None]:
 
 
 def _rules(names: Sequence[str], parallel: bool) -> Iterable[str]:
+    # Each call has tags of its own: how many there may be is how many sections.
     yield "section: head WS call WS marker_1"
     yield from call_rules(names, "arguments")
 
 
-HERMES = Style("hermes", (_OPEN, _CLOSE), _is_in, _read, _rules)
+HERMES = Style(name="hermes", markers=(_OPEN, _CLOSE), is_in=_is_in, read=_read, rules=_rules)

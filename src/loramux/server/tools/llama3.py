@@ -51,4 +51,11 @@ def _rules(names: Sequence[str], parallel: bool) -> Iterable[str]:
     yield from call_rules(names, "parameters")
 
 
-LLAMA3 = Style("llama3", (_TAG,), _is_in, _read, _rules, may_lack_marker=True)
+LLAMA3 = Style(
+    name="llama3",
+    markers=(_TAG,),
+    is_in=_is_in,
+    read=_read,
+    rules=_rules,
+    may_lack_marker=True,
+)

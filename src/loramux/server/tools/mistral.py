@@ -1,7 +1,9 @@
 """Calls as Mistral's models write them: a list, or in newer ones the name before its arguments.
 
-[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]
-[TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}
+    [TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]
+    [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g[ARGS]{}
+
+Some of the newer ones write an id between: ``[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]{}``.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ def _read(reader: Reader) -> Reading[None]:
 
 def _read_some(reader: Reader) -> Reading[None]:
     yield from reader.space()
+    # A list begins as another marker does.
     while marker := (yield from reader.marker(_MARKERS)):
         if marker != _CALLS:
             raise NoCall
@@ -77,4 +80,11 @@ def _rules(names: Sequence[str], parallel: bool) -> Iterable[str]:
     yield from call_rules(names, "arguments")
 
 
-MISTRAL = Style("mistral", _MARKERS, _is_in, _read, _rules, new_id=_new_id)
+MISTRAL = Style(
+    name="mistral",
+    markers=_MARKERS,
+    is_in=_is_in,
+    read=_read,
+    rules=_rules,
+    new_id=_new_id,
+)

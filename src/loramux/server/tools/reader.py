@@ -240,7 +240,8 @@ def _plain(firsts: str) -> re.Pattern[str]:
     ``firsts`` are the characters that markers begin with.
     """
     plain = rf"[^ \t\n\r{re.escape(firsts)}]"
-    return re.compile(rf"(?:{plain}+|[ \t\n\r]++(?={plain}))+")
+    # Possessive: what has been matched is never given back, so nothing is kept to do that.
+    return re.compile(rf"(?:{plain}++|[ \t\n\r]++(?={plain}))++")
 
 
 def _joined(events: Sequence[Event]) -> Iterator[Event]:

@@ -14,7 +14,7 @@ def long_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
     """One way of writing calls."""
 

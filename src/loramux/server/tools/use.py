@@ -104,7 +104,7 @@ def plan_use(
     if style is None:
         raise InvalidRequest(
             "the model's chat template does not say in a known style how it calls tools: start the "
-            f"server with --tool-parser {', '.join(STYLES)}, or send tool_choice required",
+            f"server with --tool-parser ({', '.join(STYLES)}), or send tool_choice required",
             "tools",
         )
     shows_special = body.skip_special_tokens is False
