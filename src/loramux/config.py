@@ -278,6 +278,11 @@ class ServerOptions:
     )
     log_format: str = option("text", "text, or json: an object a line")
     access_log: bool = option(False, "a line in the log for each request that has been answered")
+    tool_parser: str = option(
+        "auto",
+        "how the model writes tool calls: hermes (Qwen too), llama3, mistral, or auto (what its "
+        "chat template says)",
+    )
     metrics_adapters: int = option(
         50,
         "adapters whose requests /metrics counts by name, the first that are asked for; the others "
@@ -293,6 +298,10 @@ class ServerOptions:
         _at_least("metrics_adapters", self.metrics_adapters, 0)
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format {self.log_format!r} is unknown: use text or json")
+        if self.tool_parser not in ("auto", "hermes", "llama3", "mistral"):
+            raise ConfigError(
+                f"tool_parser {self.tool_parser!r} is unknown: use auto, hermes, llama3 or mistral"
+            )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         _at_least("max_body_bytes", self.max_body_bytes, 1)

@@ -23,6 +23,11 @@ MAX_BYTES: Mapping[str, int] = {
 """How long the text of each kind may be in UTF-8."""
 
 
+JSON_WHITESPACE = r"[ ]|\n[ ]{0,20}"
+"""Between the parts of JSON: a blank, or a line break with an indent. Some models never come to an
+end of white space that may be of any length."""
+
+
 @dataclass(frozen=True, slots=True)
 class Guide:
     """What an answer must look like. Raises InvalidRequest for what can be no guide of its kind.

@@ -60,6 +60,8 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    kept_special_tokens: tuple[str, ...] = ()
+    """Special tokens, as they read, that stay in the text where others are skipped."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or the output."""
     presence_penalty: float = 0.0
@@ -76,7 +78,7 @@ class SamplingParams:
     """What the answer must look like; it ends where that is complete."""
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "kept_special_tokens"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         _integer("n", self.n, low=1, high=MAX_N)
@@ -94,8 +96,9 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})",
                 "min_tokens",
             )
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise InvalidRequest("stop must hold strings that are not empty", "stop")
+        for name in ("stop", "kept_special_tokens"):
+            if not all(isinstance(s, str) and s for s in getattr(self, name)):
+                raise InvalidRequest(f"{name} must hold strings that are not empty", name)
         for token in self.stop_token_ids:
             _integer("stop_token_ids", token, low=0)
         _number("repetition_penalty", self.repetition_penalty, low=0.0, high=100.0, low_open=True)

@@ -118,6 +118,10 @@ async def test_openapi_describes_the_bodies(client: httpx.AsyncClient) -> None:
     body = document["paths"]["/v1/completions"]["post"]["requestBody"]
     assert body["content"]["application/json"]["schema"]["$ref"].endswith("/CompletionRequest")
     assert schemas["CompletionRequest"]["required"] == ["model", "prompt"]
+    chat = schemas["ChatRequest"]["properties"]
+    assert {"tools", "tool_choice", "parallel_tool_calls"} <= chat.keys()
+    assert schemas["Tool"]["required"] == ["type", "function"]
+    assert "tool" in schemas["ChatMessage"]["properties"]["role"]["enum"]
 
 
 def test_server_and_fakes_import_no_torch() -> None:

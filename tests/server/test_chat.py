@@ -111,7 +111,7 @@ async def test_fields_that_ask_for_nothing_pass(client: httpx.AsyncClient) -> No
     await chat(
         client,
         tools=[],
-        tool_choice="auto",
+        tool_choice="none",
         response_format={"type": "text"},
         logit_bias=None,
         store=False,
@@ -122,9 +122,8 @@ async def test_fields_that_ask_for_nothing_pass(client: httpx.AsyncClient) -> No
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("functions", [{"name": "f"}]),
-        ("tool_choice", "required"),
+        ("function_call", {"name": "f"}),
         ("reasoning_effort", "high"),
     ],
 )

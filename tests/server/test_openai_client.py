@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from loramux.server.app import create_app
 from loramux.server.keys import Key, Keyring
 from loramux.server.limits import Limits
-from loramux.testing import FakeEngine
+from loramux.testing import FakeCodec, FakeEngine
 from tests.server.conftest import serving
 
 
@@ -24,6 +25,23 @@ def sync(live: str) -> Iterator[openai.OpenAI]:
 
 def messages(text: str) -> list:
     return [{"role": "user", "content": text}]
+
+
+TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+@pytest.fixture
+def calling(engine: FakeEngine) -> None:
+    """The engine's answers, which repeat their prompts, are read for calls in Hermes' style."""
+    engine.text = FakeCodec(tool_template='<tool_call>{"name": …, "arguments": …}')
 
 
 def test_completion(sync: openai.OpenAI) -> None:
@@ -80,6 +98,53 @@ def test_async_client(live: str) -> None:
             return [answer.choices[0].text for answer in answers], "".join(streamed)
 
     assert asyncio.run(run()) == (["abc", "ABC"], "USER:HI\n")
+
+
+@pytest.mark.usefixtures("calling")
+def test_async_client_streams_calls(live: str) -> None:
+    async def run() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=f"{live}/v1", api_key="none") as client:
+            asked: Any = messages(CALL)
+            stream = await client.chat.completions.create(
+                model="base", messages=asked, tools=[TOOL], stream=True
+            )
+            return [chunk.choices[0] async for chunk in stream]
+
+    chunks = asyncio.run(run())
+    calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert calls[0].function.name == "weather"
+    assert "".join(call.function.arguments for call in calls) == '{"city": "Oslo"}'
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.usefixtures("calling")
+def test_a_tool_is_called_and_its_result_sent_back(sync: openai.OpenAI) -> None:
+    asked: Any = messages(CALL)
+    answer = sync.chat.completions.create(model="base", messages=asked, tools=[TOOL])
+    [choice] = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "tools:weather\nuser:"
+    [call] = choice.message.tool_calls or []
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Oslo"}')
+    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    again = [*asked, choice.message, result]
+    answer = sync.chat.completions.create(model="base", messages=again)
+    assert "tool:rain" in (answer.choices[0].message.content or "")
+
+
+@pytest.mark.usefixtures("calling")
+def test_the_clients_own_stream_adds_calls_up(sync: openai.OpenAI) -> None:
+    asked: Any = messages(CALL + CALL)
+    with sync.chat.completions.stream(model="base", messages=asked, tools=[TOOL]) as stream:
+        kinds = {event.type for event in stream}
+        [choice] = stream.get_final_completion().choices
+    assert "tool_calls.function.arguments.delta" in kinds
+    assert "tool_calls.function.arguments.done" in kinds
+    assert choice.finish_reason == "tool_calls"
+    functions = [call.function for call in choice.message.tool_calls or []]
+    assert [(f.name, f.arguments) for f in functions] == [("weather", '{"city": "Oslo"}')] * 2
+    assert choice.message.content == "tools:weather\nuser:"
 
 
 def test_models(sync: openai.OpenAI) -> None:

@@ -92,6 +92,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "registry": "/registry.db",
         "log_format": "json",
         "access_log": True,
+        "tool_parser": "mistral",
         "metrics_adapters": 7,
         "keys": "/keys.toml",
     }
@@ -137,6 +138,7 @@ def test_field_of_a_new_option_class_needs_no_more_code() -> None:
         ["serve", "base", "--disk-cache-bytes", "0"],
         ["serve", "base", "--adapter-root", "/no/such/folder"],
         ["serve", "base", "--adapter-sources", "my-org"],
+        ["serve", "base", "--tool-parser", "xml"],
         ["serve", "base", "--adapter", "nameonly"],
         ["serve", "base", "--adapter", "a=x", "--adapter", "a=y"],
         ["serve", "base", "--adapter", "a=x", "--served-model-name", "a"],

@@ -31,3 +31,12 @@ def test_biases_out_of_range_are_refused(biases: Any, told: str) -> None:
     with pytest.raises(InvalidRequest, match=told) as refusal:
         SamplingParams(logit_bias=biases)
     assert refusal.value.param == "logit_bias"
+
+
+def test_tokens_to_be_kept_are_strings() -> None:
+    kept: Any = ["<a>", "<b>"]
+    assert SamplingParams(kept_special_tokens=kept).kept_special_tokens == ("<a>", "<b>")
+    for wrong in ([""], [5]):
+        with pytest.raises(InvalidRequest) as refusal:
+            SamplingParams(kept_special_tokens=wrong)  # type: ignore[arg-type]
+        assert refusal.value.param == "kept_special_tokens"

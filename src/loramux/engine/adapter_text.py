@@ -99,9 +99,11 @@ class AdapterText(HFText):
                 self._has_failed = True
             return ""
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         with _invalid("messages"):
-            return super().render_chat(messages)
+            return super().render_chat(messages, tools)
 
 
 def _read_files(directory: Path) -> dict[str, bytes]:

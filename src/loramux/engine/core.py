@@ -169,7 +169,8 @@ class EngineCore:
         for request in requests:
             language = self._languages.of(request.adapter_id)
             detokenizer = language.text.detokenizer(
-                skip_special_tokens=request.params.skip_special_tokens
+                skip_special_tokens=request.params.skip_special_tokens,
+                kept=request.params.kept_special_tokens,
             )
             self._answers[request.request_id] = Answer(request, detokenizer, language.eos_token_ids)
             if request.adapter_id is not None:

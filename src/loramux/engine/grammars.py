@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from loramux.errors import InvalidRequest, MissingPackage
-from loramux.guide import Guide, GuideFailed
+from loramux.guide import JSON_WHITESPACE, Guide, GuideFailed
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -23,10 +23,6 @@ T = TypeVar("T")
 
 CACHED = 32
 """Grammars kept for each tokenizer, those used last."""
-
-_WHITESPACE = r"[ ]|\n[ ]{0,20}"
-"""Between the parts of JSON: a blank, or a line break with an indent. Some models never come to an
-end of white space that may be of any length."""
 
 _STACK_BYTES = 256 * 2**20
 """llguidance recurses over definitions: 64 KiB of them overflow the stack of an ordinary thread,
@@ -139,7 +135,7 @@ def _definition(guide: Guide) -> str:
     from llguidance import LLMatcher
 
     if guide.kind == "json":
-        defaults: Any = {"whitespace_pattern": _WHITESPACE}
+        defaults: Any = {"whitespace_pattern": JSON_WHITESPACE}
         return LLMatcher.grammar_from_json_schema(guide.text, defaults=defaults)
     if guide.kind == "regex":
         return LLMatcher.grammar_from_regex(guide.text)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,11 +98,30 @@ class TextCodec(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Tokens of a conversation that ends where the assistant speaks.
 
-        Raises InvalidRequest when the model has no chat template or the template refuses.
+        ``tools`` are OpenAI's objects, and ``arguments`` of calls in messages are objects, too.
+        Raises InvalidRequest when the model has no chat template, or the template refuses or has
+        no place for what there is of tools.
         """
+        ...
+
+    @property
+    def tool_template(self) -> str:
+        """The literal text in the chat template for conversations with tools; "" without one."""
+        ...
+
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Tokens that stand beside the vocabulary of text, by how they read."""
+        ...
+
+    @property
+    def special_tokens(self) -> Collection[str]:
+        """Those of them that texts leave out."""
         ...
 
 
@@ -119,7 +138,11 @@ class Detokenizer(Protocol):
 class EngineText(TextCodec, Protocol):
     """A codec that can also follow a completion, and guide it."""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, kept: Collection[str] = ()
+    ) -> Detokenizer:
+        """``kept`` are special tokens, as they read, that are not skipped with the others."""
+        ...
 
     def compile(self, guide: Guide) -> Grammar:
         """A guide made ready, which may take a second; for any thread.

@@ -8,6 +8,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from loramux.engine.chat_template import ToolPlaces, read_tool_places
 from loramux.engine.grammars import CompiledGrammar, Grammars
 from loramux.errors import InvalidRequest
 from loramux.guide import Guide
@@ -37,9 +38,11 @@ class HFText:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._grammars = Grammars(tokenizer, self._eos_token_ids)
         self._decode = _decoder_of(tokenizer)
-        self._special = frozenset(
-            token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
-        )
+        added = tokenizer.added_tokens_decoder
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        self._tool_places: dict[str, ToolPlaces] = {}
+        """Of each template; a tokenizer may have one for tools and one for all else."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HFText, (self._tokenizer, self._eos_token_ids, self.key)
@@ -57,34 +60,60 @@ class HFText:
         """Text of ``token_ids``, byte for byte: spaces are never tidied up."""
         return self._decode(list(token_ids), skip_special_tokens)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, kept: Collection[str] = ()
+    ) -> Detokenizer:
         """A fresh one for one completion."""
+        skipped: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            skipped = frozenset(i for token, i in self._special.items() if token not in kept)
+        # Those that are skipped never come to be decoded, so with some kept all may be shown.
+        skip_all = skip_special_tokens and not kept
         return Detokenizer(
-            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens),
-            skipped=self._special if skip_special_tokens else frozenset(),
+            lambda ids: self.decode(ids, skip_special_tokens=skip_all), skipped=skipped
         )
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    @property
+    def added_tokens(self) -> Mapping[str, int]:
+        """Tokens that stand beside the vocabulary of text, by how they read."""
+        return self._added
+
+    @property
+    def special_tokens(self) -> Collection[str]:
+        """Those of them that texts leave out."""
+        return self._special.keys()
+
+    @property
+    def tool_template(self) -> str:
+        """The literal text in the chat template for conversations with tools; "" without one."""
+        return self._places_in_template(with_tools=True).text
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Tokens of a conversation that ends where the assistant speaks.
 
         The text parts of a message are joined by line breaks. Raises InvalidRequest when the model
-        has no chat template, the template refuses, or a part is no text.
+        has no chat template, the template refuses or has no place for the tools or the calls, or a
+        part is no text.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "the model has no chat template: send a prompt to /v1/completions instead",
                 "messages",
             )
+        self._check_places(messages, tools)
         conversation = [_with_plain_content(message) for message in messages]
         try:
             ids = self._tokenizer.apply_chat_template(
                 conversation,
+                tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
                 tokenizer_kwargs={"verbose": False},
             )
-        except (TemplateError, TypeError, ValueError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
             raise InvalidRequest(
                 f"the model's chat template refuses the messages: {error}", "messages"
             ) from error
@@ -93,6 +122,34 @@ class HFText:
     def compile(self, guide: Guide) -> CompiledGrammar:
         """Raises InvalidRequest for a guide that cannot be followed, or MissingPackage."""
         return self._grammars.compile(guide)
+
+    def _check_places(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Raise InvalidRequest for what the template would leave out without a word."""
+        if tools and not self._places_in_template(with_tools=True).takes_tools:
+            raise InvalidRequest(
+                "the model's chat template has no place for tools: leave them out, or ask a model "
+                "that was trained to call tools",
+                "tools",
+            )
+        calls = any(message.get("tool_calls") for message in messages)
+        if calls and not self._places_in_template(with_tools=bool(tools)).takes_calls:
+            raise InvalidRequest(
+                "the model's chat template has no place for the tool_calls of messages: leave them "
+                "out, or ask a model that was trained to call tools",
+                "messages",
+            )
+
+    def _places_in_template(self, *, with_tools: bool) -> ToolPlaces:
+        """Of the template that transformers takes with tools, or without."""
+        try:
+            template = self._tokenizer.get_chat_template(tools=[] if with_tools else None)
+        except ValueError:  # there is none, or none for this case: rendering says so
+            return ToolPlaces()
+        if template not in self._tool_places:
+            self._tool_places[template] = read_tool_places(template)
+        return self._tool_places[template]
 
 
 def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int], bool], str]:

@@ -16,10 +16,13 @@ from loramux.server.answer import Part, Usage
 from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
+from loramux.server.messages import conversation
 from loramux.server.openapi import STREAMED, request_body
 from loramux.server.reply import reply
 from loramux.server.schema import ChatRequest
 from loramux.server.tokens import render_chat
+from loramux.server.tools.message import Message
+from loramux.server.tools.use import ToolUse, for_template, offered_tools, plan_use
 
 router = APIRouter()
 
@@ -28,10 +31,13 @@ router = APIRouter()
 async def create_chat_completion(request: Request, context: Context, caller: Asker) -> Response:
     """Answer a conversation; see ``ChatRequest`` for the fields."""
     body = await read_json(request, ChatRequest, limit=context.options.max_body_bytes)
-    params = body.params()
+    params, tools = body.params(), offered_tools(body)
+    messages = conversation(body.messages)
     codec = await context.codec_of(body.model, caller)
-    prompt = await render_chat(codec, [message.for_template() for message in body.messages])
-    renderer = ChatRenderer(body, prompt, codec, answer_id=f"chatcmpl-{request.state.id}")
+    prompt = await render_chat(codec, messages, for_template(tools))
+    use = plan_use(body, tools, codec, context.options.tool_parser)
+    params = use.params(params)
+    renderer = ChatRenderer(body, prompt, codec, use, answer_id=f"chatcmpl-{request.state.id}")
     try:
         return await reply(
             request,
@@ -54,17 +60,35 @@ class ChatRenderer:
     """Chat completions: whole messages, or chunks that begin with the role."""
 
     def __init__(
-        self, body: ChatRequest, prompt: list[int], codec: TextCodec, *, answer_id: str
+        self,
+        body: ChatRequest,
+        prompt: list[int],
+        codec: TextCodec,
+        use: ToolUse,
+        *,
+        answer_id: str,
     ) -> None:
         self._body = body
         self._prompt = prompt
         self._codec = codec
+        self._use = use
+        self._messages: dict[int, Message] = {}
+        """Of the choices of a stream, by index."""
         self._head = {"id": answer_id, "created": int(time.time()), "model": body.model}
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
-        chunks = [self._opening(part)] if part.first else []
-        choice = self._choice(part) | {"delta": {"content": part.text} if part.text else {}}
-        if part.text or part.logprobs or part.finish_reason or self._body.return_token_ids:
+        chunks = []
+        if part.first:
+            self._messages[part.index] = Message(self._use)
+            chunks.append(self._opening(part))
+        message = self._messages[part.index]
+        deltas = message.deltas(part.text, last=part.finish_reason is not None)
+        if not deltas and (part.logprobs or part.finish_reason or self._body.return_token_ids):
+            deltas.append({})
+        for delta in deltas:
+            # What is told of the tokens, and of the end, comes once, with the last delta.
+            told = part if delta is deltas[-1] else Part(part.index, part.prompt, first=False)
+            choice = self._choice(told, message) | {"delta": delta}
             chunks.append(self._chunk([choice], None))
         return chunks
 
@@ -72,11 +96,11 @@ class ChatRenderer:
         return self._chunk([], usage)
 
     def whole(self, choices: Sequence[Part], usage: Usage) -> dict[str, Any]:
-        rendered = [
-            self._choice(choice)
-            | {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-            for choice in choices
-        ]
+        rendered = []
+        for choice in choices:
+            message = Message(self._use)
+            written = message.whole(choice.text)
+            rendered.append(self._choice(choice, message) | {"message": written})
         return {
             **self._head,
             "object": "chat.completion",
@@ -96,12 +120,12 @@ class ChatRenderer:
             chunk["usage"] = usage and usage.as_json()
         return chunk
 
-    def _choice(self, part: Part) -> dict[str, Any]:
+    def _choice(self, part: Part, message: Message) -> dict[str, Any]:
         """What a whole choice and a chunk's choice have in common."""
         choice = {
             "index": part.index,
             "logprobs": logprobs.chat(self._codec, part.logprobs) if part.logprobs else None,
-            "finish_reason": part.finish_reason,
+            "finish_reason": message.finish_reason(part.finish_reason),
             "stop_reason": part.stop_reason,
         }
         if self._body.return_token_ids:

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     StringConstraints,
@@ -18,32 +16,13 @@ from pydantic import (
 
 from loramux.errors import InvalidRequest
 from loramux.guide import Guide
+from loramux.server.messages import ChatMessage
+from loramux.server.strict import NoOps, Strict
+from loramux.server.tools.schema import Tool, ToolChoice
 from loramux.types import SamplingParams
 
 Prompt = str | list[int]
 """One prompt: text, or token ids."""
-
-
-class _Strict(BaseModel):
-    """A JSON object whose fields are all known and have exactly their types.
-
-    ``no_op`` lists fields that are not supported with the values that ask for nothing: clients
-    send those by default, so they are let through. Any other value is refused by the name.
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    no_op: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_no_ops(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {
-            name: value
-            for name, value in data.items()
-            if not any(value == no_op for no_op in cls.no_op.get(name, ()))
-        }
 
 
 def _as_list(value: Any) -> Any:
@@ -81,10 +60,10 @@ _PROMPT_SCHEMA = {
 }
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     """Options of a streamed answer."""
 
-    no_op = {"include_obfuscation": (None, False)}
+    no_op: ClassVar[NoOps] = {"include_obfuscation": (None, False)}
 
     include_usage: bool | None = None
 
@@ -112,7 +91,7 @@ _SAMPLING_FIELDS = (
 )
 
 
-class GenerationFields(_Strict):
+class GenerationFields(Strict):
     """What both endpoints accept; ``SamplingParams`` owns the ranges."""
 
     model: str
@@ -162,13 +141,13 @@ class GenerationFields(_Strict):
 
     def _guide(self) -> Guide | None:
         """What the answer must look like. Raises InvalidRequest."""
-        asked = self._guides()
+        asked = self.guides()
         if len(asked) > 1:
             names = " and ".join(asked)
             raise InvalidRequest(f"{names} exclude each other: send one of them", next(iter(asked)))
         return next((make(name) for name, make in asked.items()), None)
 
-    def _guides(self) -> dict[str, Callable[[str], Guide]]:
+    def guides(self) -> dict[str, Callable[[str], Guide]]:
         """The fields that ask for a guide, and how each becomes one by its name."""
         schema, regex = self.guided_json, self.guided_regex
         choices, grammar = self.guided_choice, self.guided_grammar
@@ -187,7 +166,7 @@ class GenerationFields(_Strict):
 class CompletionRequest(GenerationFields):
     """``POST /v1/completions``."""
 
-    no_op = {"suffix": (None, ""), "best_of": (None, 1)}
+    no_op: ClassVar[NoOps] = {"suffix": (None, ""), "best_of": (None, 1)}
 
     prompt: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     max_tokens: int | None = None
@@ -206,55 +185,19 @@ class CompletionRequest(GenerationFields):
         )
 
 
-class TextPart(_Strict):
-    """A part of a message; other kinds than text are not supported."""
-
-    type: Literal["text"]
-    text: str
-
-
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-class ChatMessage(_Strict):
-    """One turn. The fields that are let through empty are those that clients copy from answers."""
-
-    no_op = {
-        "name": (None,),
-        "refusal": (None,),
-        "audio": (None,),
-        "annotations": (None, []),
-        "function_call": (None,),
-        "tool_calls": (None, []),
-        "tool_call_id": (None,),
-        "reasoning_content": (None,),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        list[TextPart], BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart])
-    ]
-
-    def for_template(self) -> dict[str, str]:
-        """Text parts are joined by line breaks; ``developer`` is OpenAI's newer word for system."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
-
-
-class TextFormat(_Strict):
+class TextFormat(Strict):
     """Any text."""
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Strict):
+class JsonObjectFormat(Strict):
     """A JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(_Strict):
+class NamedSchema(Strict):
     """A JSON schema; the name and the description are for the caller, and change nothing."""
 
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
@@ -264,7 +207,7 @@ class NamedSchema(_Strict):
     """Answers always keep to the schema."""
 
 
-class JsonSchemaFormat(_Strict):
+class JsonSchemaFormat(Strict):
     """JSON that a schema describes."""
 
     type: Literal["json_schema"]
@@ -279,18 +222,16 @@ ResponseFormat = Annotated[
 class ChatRequest(GenerationFields):
     """``POST /v1/chat/completions``."""
 
-    no_op = {
+    no_op: ClassVar[NoOps] = {
         "audio": (None,),
         "function_call": (None, "none", "auto"),
         "functions": (None, []),
         "metadata": (None, {}),
         "modalities": (None, ["text"]),
-        "parallel_tool_calls": (None, True, False),
         "prediction": (None,),
         "reasoning_effort": (None,),
         "service_tier": (None, "auto", "default"),
         "store": (None, False),
-        "tool_choice": (None, "none", "auto"),
         "tools": (None, []),
         "verbosity": (None,),
         "web_search_options": (None,),
@@ -302,6 +243,11 @@ class ChatRequest(GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    """Default: ``auto`` where there are tools."""
+    parallel_tool_calls: bool | None = None
+    """False: at most one call."""
 
     def params(self) -> SamplingParams:
         """Raises InvalidRequest for a value out of range or fields that contradict each other."""
@@ -317,8 +263,8 @@ class ChatRequest(GenerationFields):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
-    def _guides(self) -> dict[str, Callable[[str], Guide]]:
-        asked = super()._guides()
+    def guides(self) -> dict[str, Callable[[str], Guide]]:
+        asked = super().guides()
         wanted = self.response_format
         if isinstance(wanted, JsonObjectFormat):
             asked["response_format"] = lambda name: Guide.json({"type": "object"}, name)
@@ -328,31 +274,38 @@ class ChatRequest(GenerationFields):
         return asked
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(Strict):
     """``POST /tokenize``: text, or a conversation."""
 
-    no_op = {"add_special_tokens": (None, True), "add_generation_prompt": (None, True)}
+    no_op: ClassVar[NoOps] = {
+        "add_special_tokens": (None, True),
+        "add_generation_prompt": (None, True),
+    }
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    tools: list[Tool] | None = None
+    """With messages: what their template tells of tools."""
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either prompt or messages")
+        if self.tools and self.messages is None:
+            raise ValueError("tools need messages")
         return self
 
 
-class DetokenizeRequest(_Strict):
+class DetokenizeRequest(Strict):
     """``POST /detokenize``."""
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
 
 
-class LoadAdapterRequest(_Strict):
+class LoadAdapterRequest(Strict):
     """``POST /v1/load_lora_adapter``."""
 
     lora_name: Annotated[str, Field(min_length=1)]
@@ -361,7 +314,7 @@ class LoadAdapterRequest(_Strict):
     pinned: bool = False
 
 
-class AddAdapterRequest(_Strict):
+class AddAdapterRequest(Strict):
     """``POST /v1/adapters``."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -370,13 +323,13 @@ class AddAdapterRequest(_Strict):
     pinned: bool = False
 
 
-class ChangeAdapterRequest(_Strict):
+class ChangeAdapterRequest(Strict):
     """``PATCH /v1/adapters/{name}``."""
 
     pinned: bool
 
 
-class UnloadAdapterRequest(_Strict):
+class UnloadAdapterRequest(Strict):
     """``POST /v1/unload_lora_adapter``."""
 
     lora_name: Annotated[str, Field(min_length=1)]

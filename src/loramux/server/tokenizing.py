@@ -9,9 +9,11 @@ from fastapi import APIRouter, Request
 from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
+from loramux.server.messages import conversation
 from loramux.server.openapi import request_body
 from loramux.server.schema import DetokenizeRequest, TokenizeRequest
 from loramux.server.tokens import decode, encode, render_chat
+from loramux.server.tools.use import for_template
 
 router = APIRouter()
 
@@ -25,7 +27,8 @@ async def tokenize(request: Request, context: Context, caller: Asker) -> dict[st
         assert body.prompt is not None, "the schema asks for one of them"
         tokens = await encode(codec, body.prompt)
     else:
-        tokens = await render_chat(codec, [message.for_template() for message in body.messages])
+        tools = for_template(body.tools or [])
+        tokens = await render_chat(codec, conversation(body.messages), tools)
     return {
         "tokens": tokens,
         "count": len(tokens),

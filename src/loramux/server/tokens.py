@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 from loramux.engine.interface import TextCodec
 from loramux.errors import InvalidRequest
@@ -38,8 +40,21 @@ async def decode(codec: TextCodec, tokens: list[int]) -> str:
         ) from error
 
 
-async def render_chat(codec: TextCodec, messages: list[dict[str, str]]) -> list[int]:
+async def render_chat(
+    codec: TextCodec, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+) -> list[int]:
     """A conversation's tokens by the model's chat template. Raises InvalidRequest."""
-    if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
-        return codec.render_chat(messages)
-    return await asyncio.to_thread(codec.render_chat, messages)
+    if _num_chars([messages, tools]) <= _INLINE_CHARS:
+        return codec.render_chat(messages, tools)
+    return await asyncio.to_thread(codec.render_chat, messages, tools)
+
+
+def _num_chars(value: object) -> int:
+    """About what a template writes for a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(key) + _num_chars(inside) for key, inside in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_num_chars, value))
+    return 1

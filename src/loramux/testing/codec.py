@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from loramux.errors import InvalidRequest
@@ -13,12 +15,18 @@ from loramux.guide import Guide, GuideFailed
 class FakeCodec:
     """An ``EngineText`` where every character is one token, its code point.
 
-    With ``chat_template`` False it refuses chats.
+    With ``chat_template`` False it refuses chats, and without a ``tool_template`` tools.
     """
 
-    def __init__(self, *, chat_template: bool = True, key: str = "") -> None:
+    added_tokens: Mapping[str, int] = MappingProxyType({})
+    special_tokens: Collection[str] = ()
+
+    def __init__(
+        self, *, chat_template: bool = True, tool_template: str = "", key: str = ""
+    ) -> None:
         self.key = key
         self._chat_template = chat_template
+        self.tool_template = tool_template
 
     def encode(self, text: str) -> list[int]:
         return [ord(character) for character in text]
@@ -28,11 +36,22 @@ class FakeCodec:
         text.encode()  # half a character is no text: ValueError, as for what is no code point
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """``role:content`` and a line break for each message."""
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """``tools:`` and their names, then ``role:content`` with calls in JSON; a line for each."""
         if not self._chat_template:
             raise InvalidRequest("the model has no chat template", "messages")
-        return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
+        if tools and not self.tool_template:
+            raise InvalidRequest("the model's chat template has no place for tools", "tools")
+        lines = [f"tools:{','.join(t['function']['name'] for t in tools)}"] if tools else []
+        for message in messages:
+            calls = message.get("tool_calls")
+            lines.append(
+                f"{message['role']}:{message.get('content', '')}"
+                + (json.dumps(calls) if calls else "")
+            )
+        return self.encode("".join(f"{line}\n" for line in lines))
 
     def compile(self, guide: Guide) -> FakeGrammar:
         """A choice as it is meant, any other guide as its own text; ``bad`` is refused."""
@@ -40,8 +59,10 @@ class FakeCodec:
             raise InvalidRequest(f"{guide.param} cannot be followed: it is bad", guide.param)
         return FakeGrammar(guide.choices() if guide.kind == "choice" else [guide.text])
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> FakeDetokenizer:
-        """No token is special, so all are shown."""
+    def detokenizer(
+        self, *, skip_special_tokens: bool = True, kept: Collection[str] = ()
+    ) -> FakeDetokenizer:
+        """No token is special, so all are shown, kept or not."""
         return FakeDetokenizer()
 
 
