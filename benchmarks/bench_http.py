@@ -1,8 +1,9 @@
 """What do streams over HTTP cost the engine's steps?
 
 The real server over the real engine, whose forward is replaced by a wait of some milliseconds, as
-for a GPU. One process serves, another reads all streams; what is compared is how long steps take
-and how much processor time the server needs for each token.
+for a GPU. One process serves, one has the engine, and another reads all streams; what is compared
+is how long steps take, with the same sequences that nobody reads, and how much processor time a
+token takes.
 """
 
 from __future__ import annotations
@@ -18,23 +19,22 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.request import urlopen
 
-import torch
-
-from benchmarks.churn import engine_over
-from benchmarks.llama import word_tokenizer
+from benchmarks.paced import build
 from benchmarks.report import finish
-from loramux.config import AdapterOptions, EngineOptions, SchedulerOptions, ServerOptions
-from loramux.engine.build import assemble
-from loramux.model.load import adopt
+from loramux.config import ServerOptions
+from loramux.engine.async_engine import AsyncEngine
+from loramux.engine.service_process import ServiceProcess
 from loramux.server.app import create_app
 from loramux.server.listen import bind, serve_app
-from loramux.testing import tiny_model
+from loramux.types import GenerationRequest, SamplingParams
 
-_VOCAB = 2000
 _OUTPUT_TOKENS = 300
+_PROMPT = (5, 6, 7)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -49,50 +49,64 @@ def main(argv: Sequence[str] | None = None) -> None:
         asyncio.run(serve(arguments.serve, arguments.forward))
         return
     results: dict[str, dict[str, float]] = {}
+    for streams in arguments.streams:
+        alone = asyncio.run(step_alone(streams, arguments.forward))
+        results[f"{streams} sequences, nobody reads"] = {"step, ms": round(alone, 2)}
     for interval in arguments.intervals:
-        with server(interval, arguments.forward) as (process, port):
+        with server(interval, arguments.forward) as running:
             for streams in arguments.streams:
                 name = f"{streams} streams, an event every {interval} s"
-                results[name] = measure(process, port, streams)
-                print(name, results[name], flush=True)
+                results[name] = measure(running, streams)
+    for name, figures in results.items():
+        print(name, figures)
     finish("http", vars(arguments), results, arguments.out)
 
 
 async def serve(interval: float, forward_seconds: float) -> None:
-    """Serve until a signal; the port is the first line of the output."""
-    torch.set_num_threads(1)
-    options = EngineOptions(
-        adapters=AdapterOptions(max_loras=4),
-        scheduler=SchedulerOptions(max_num_seqs=256, max_step_tokens=8192, kv_cache="64MiB"),
-    )
-    model = tiny_model(vocab_size=_VOCAB, num_layers=1, max_positions=1024)
-    parts = assemble(adopt("tiny", model), word_tokenizer(_VOCAB), options, "tiny")
-    logits = torch.randn(256, _VOCAB)
-
-    def forward(inputs: object, sequences: Sequence[object]) -> torch.Tensor:
-        time.sleep(forward_seconds)
-        return logits[: len(sequences)]
-
-    parts.worker.forward = forward
-    engine = engine_over(parts)
+    """Serve until a signal; the engine's process and the port are the first line of the output."""
+    service = ServiceProcess(partial(build, forward_seconds))
+    engine = AsyncEngine(service)
     await engine.start()
     with bind("127.0.0.1", 0) as sock:
-        print(sock.getsockname()[1], flush=True)
+        print(service.process_id, sock.getsockname()[1], flush=True)
         await serve_app(create_app(engine, options=ServerOptions(stream_interval=interval)), sock)
     await engine.stop()
 
 
+async def step_alone(sequences: int, forward_seconds: float) -> float:
+    """Milliseconds of a step in which so many sequences run and nobody reads them."""
+    engine = AsyncEngine(build(forward_seconds))
+    await engine.start()
+    params = SamplingParams(temperature=0, max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
+    request = GenerationRequest(prompt_token_ids=_PROMPT, params=params)
+    for _ in range(sequences):
+        await engine.submit(request)
+    while (stats := await engine.stats()).requests_finished < sequences:
+        await asyncio.sleep(0.1)
+    await engine.stop()
+    seconds = stats.step_seconds
+    return 1000 * seconds.total / sum(seconds.counts)
+
+
+@dataclass(frozen=True)
+class Server:
+    """Process ids, and where it listens."""
+
+    http: int
+    engine: int
+    port: int
+
+
 @contextmanager
-def server(interval: float, forward: float) -> Iterator[tuple[int, int]]:
-    """Process id and port of a server."""
+def server(interval: float, forward: float) -> Iterator[Server]:
     command = [sys.executable, "-m", "benchmarks.bench_http"]
     command += ["--serve", str(interval), "--forward", str(forward)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            port = int(process.stdout.readline())
+            engine, port = map(int, process.stdout.readline().split())
             wait_until_ready(port)
-            yield process.pid, port
+            yield Server(process.pid, engine, port)
         finally:
             process.terminate()
 
@@ -106,19 +120,24 @@ def wait_until_ready(port: int) -> None:
             time.sleep(0.05)
 
 
-def measure(process: int, port: int, streams: int) -> dict[str, float]:
-    read_all(port, min(streams, 8))
-    steps, seconds = step_times(port)
-    processor, began = processor_seconds(process), time.perf_counter()
-    read_all(port, streams)
+def measure(server: Server, streams: int) -> dict[str, float]:
+    read_all(server.port, min(streams, 8))
+    steps, seconds = step_times(server.port)
+    http, engine = processor_seconds(server.http), processor_seconds(server.engine)
+    began = time.perf_counter()
+    read_all(server.port, streams)
     elapsed = time.perf_counter() - began
-    used = processor_seconds(process) - processor
-    more_steps, more_seconds = step_times(port)
+    http, engine = (
+        processor_seconds(process) - before
+        for process, before in ((server.http, http), (server.engine, engine))
+    )
+    more_steps, more_seconds = step_times(server.port)
     tokens = streams * _OUTPUT_TOKENS
     return {
         "step, ms": round(1000 * (more_seconds - seconds) / (more_steps - steps), 2),
         "tokens/s": round(tokens / elapsed),
-        "processor time a token, us": round(1e6 * used / tokens, 1),
+        "processor time of HTTP a token, us": round(1e6 * http / tokens, 1),
+        "processor time of the engine a token, us": round(1e6 * engine / tokens, 1),
     }
 
 
@@ -127,7 +146,7 @@ def read_all(port: int, streams: int) -> None:
     body = json.dumps(
         {
             "model": "tiny",
-            "prompt": [5, 6, 7],
+            "prompt": _PROMPT,
             "max_tokens": _OUTPUT_TOKENS,
             "temperature": 0,
             "ignore_eos": True,

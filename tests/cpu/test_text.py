@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -299,3 +300,18 @@ def test_long_texts_are_encoded_without_a_warning(
     assert caplog.messages == []
     byte_level.encode("a" * 20)
     assert "longer than" in caplog.text
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_codec_is_the_same_in_another_process(
+    byte_level: PreTrainedTokenizerFast, sentencepiece: PreTrainedTokenizerFast, skip: bool
+) -> None:
+    for tokenizer in (byte_level, sentencepiece):
+        codec = HFText(tokenizer, [2], "its key")
+        there = pickle.loads(pickle.dumps(codec))
+        ids = codec.encode("a b é ☃\n")
+        assert there.encode("a b é ☃\n") == ids
+        assert there.decode(ids, skip_special_tokens=skip) == codec.decode(
+            ids, skip_special_tokens=skip
+        )
+        assert there.key == "its key"

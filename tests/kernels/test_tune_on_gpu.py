@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from loramux.ops.tiles import LONG_FROM, SHORT_ROWS, Tiles, choose_tiles
+from loramux.ops.tiles import LONG_FROM, SHORT_ROWS, Tiles, block_rows_of, choose_tiles
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
 from loramux.ops.triton_lora import TritonOps
 from loramux.ops.tuning import Shape
@@ -30,7 +30,7 @@ def test_a_launch_adds_microseconds_and_no_milliseconds(
     copies: SiteCopies, num_rows: int, few: bool
 ) -> None:
     timer = Timer(copies, num_rows, few=few)
-    measured = timer.measure(choose_tiles(4096, SHORT_ROWS, 16, few=few))
+    measured = timer.measure(choose_tiles(4096, block_rows_of(num_rows, few), 16, few=few))
     assert measured is not None
     assert (-5 if few else 0) < measured < 1000
 

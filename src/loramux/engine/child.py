@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -88,6 +89,9 @@ class _Host:
 
     async def _start(self) -> None:
         await self._service.start(self)
+        # As ``engine.build`` does on a GPU; this process has nothing but its engine.
+        gc.collect()
+        gc.freeze()
         self._channel.send(
             messages.Started(
                 self._service.base_name,

@@ -54,6 +54,12 @@ class ServiceProcess:
         self._adapters: list[AdapterInfo] = []
         self._stats: EngineStats | None = None
 
+    @property
+    def process_id(self) -> int:
+        """Once it has been started."""
+        assert self._process is not None
+        return self._process.pid
+
     async def start(self, listener: Listener) -> None:
         """Start the process and wait until its engine takes requests.
 

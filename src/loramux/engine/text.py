@@ -41,6 +41,9 @@ class HFText:
         added = tokenizer.added_tokens_decoder
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._special = {token.content: i for i, token in added.items() if token.special}
+        self._alone: dict[bool, dict[int, str]] = {False: {}, True: {}}
+        """How each token reads by itself, with special ones and without, as far as it came up: half
+        of all that is decoded, and the steps wait for it."""
         self._tool_places: dict[str, ToolPlaces] = {}
         """Of each template; a tokenizer may have one for tools and one for all else."""
 
@@ -69,9 +72,18 @@ class HFText:
             skipped = frozenset(i for token, i in self._special.items() if token not in kept)
         # Those that are skipped never come to be decoded, so with some kept all may be shown.
         skip_all = skip_special_tokens and not kept
-        return Detokenizer(
-            lambda ids: self.decode(ids, skip_special_tokens=skip_all), skipped=skipped
-        )
+        alone = self._alone[skip_all]
+
+        def decode(token_ids: list[int]) -> str:
+            if len(token_ids) != 1:
+                return self.decode(token_ids, skip_special_tokens=skip_all)
+            text = alone.get(token_ids[0])
+            if text is None:
+                text = self.decode(token_ids, skip_special_tokens=skip_all)
+                alone[token_ids[0]] = text
+            return text
+
+        return Detokenizer(decode, skipped=skipped)
 
     @property
     def added_tokens(self) -> Mapping[str, int]:
