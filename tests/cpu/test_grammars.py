@@ -339,3 +339,22 @@ def test_without_llguidance_a_guide_says_what_to_install(
         with pytest.raises(MissingPackage, match="pip install llguidance"):
             text.compile(Guide.regex("a"))
     text.compile(Guide.regex("a"))  # it can be installed meanwhile
+
+
+def test_a_tokenizer_can_be_taken_over_before_the_first_guide(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = HFText(byte_level, [BYTE_EOS])
+    codec.warm_up()
+    monkeypatch.setattr(grammars, "_vocabulary", None)  # it is not needed any more
+    assert accepts(codec.compile(Guide.regex("ab")), [97, 98], BYTE_EOS)
+
+
+def test_what_is_in_the_way_of_guides_shows_at_the_first_one(
+    byte_level: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    codec = HFText(byte_level, [BYTE_EOS])
+    codec.warm_up()
+    with pytest.raises(MissingPackage):
+        codec.compile(Guide.regex("ab"))

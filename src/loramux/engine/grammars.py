@@ -5,6 +5,7 @@ llguidance is imported at the first guide: all else works without it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections import OrderedDict
@@ -67,6 +68,12 @@ class Grammars:
             if len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         return grammar
+
+    def warm_up(self) -> None:
+        """Take the tokenizer over now, which holds the interpreter for a quarter of a second where
+        there are 50,000 tokens. What is in the way shows at the first guide."""
+        with contextlib.suppress(InvalidRequest, MissingPackage):
+            self._find_vocabulary("guide")
 
     def _find_vocabulary(self, param: str) -> LLTokenizer:
         """The tokenizer as llguidance has it, built once; what has failed once fails again."""

@@ -151,6 +151,10 @@ class EngineText(TextCodec, Protocol):
         """
         ...
 
+    def warm_up(self) -> None:
+        """Do now what the first guide, and steps beside it, would have to wait for."""
+        ...
+
 
 class EngineCalls(Protocol):
     """What can be asked of an engine beside answers, from one event loop."""

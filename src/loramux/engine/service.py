@@ -106,6 +106,8 @@ class EngineService:
         self._thread = threading.Thread(target=self._run, name="loramux-engine", daemon=True)
         self._thread.start()
         try:
+            warm_up = self._languages.of(None).text.warm_up
+            await asyncio.wrap_future(self._compilers.submit(warm_up))
             for name, source in self._adapters_at_start:
                 await self.load_adapter(name, source)
             await self._admin.restore()

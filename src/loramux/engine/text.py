@@ -135,6 +135,10 @@ class HFText:
         """Raises InvalidRequest for a guide that cannot be followed, or MissingPackage."""
         return self._grammars.compile(guide)
 
+    def warm_up(self) -> None:
+        """Take the tokenizer over to llguidance, if that can be."""
+        self._grammars.warm_up()
+
     def _check_places(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> None:

@@ -59,6 +59,9 @@ class FakeCodec:
             raise InvalidRequest(f"{guide.param} cannot be followed: it is bad", guide.param)
         return FakeGrammar(guide.choices() if guide.kind == "choice" else [guide.text])
 
+    def warm_up(self) -> None:
+        """There is nothing to do."""
+
     def detokenizer(
         self, *, skip_special_tokens: bool = True, kept: Collection[str] = ()
     ) -> FakeDetokenizer:
