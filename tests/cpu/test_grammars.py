@@ -347,7 +347,8 @@ def test_a_tokenizer_can_be_taken_over_before_the_first_guide(
     codec = HFText(byte_level, [BYTE_EOS])
     codec.warm_up()
     monkeypatch.setattr(grammars, "_vocabulary", None)  # it is not needed any more
-    assert accepts(codec.compile(Guide.regex("ab")), [97, 98], BYTE_EOS)
+    tokens = [token_of(codec, character) for character in "ab"]
+    assert accepts(codec.compile(Guide.regex("ab")), tokens, BYTE_EOS)
 
 
 def test_what_is_in_the_way_of_guides_shows_at_the_first_one(
