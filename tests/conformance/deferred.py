@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 DEFERRED = {
-    "moe_parameters": "target_parameters",
-    "moe_parameters_down_only": "target_parameters",
-    "mixtral_parameters": "target_parameters",
-    "moe_per_expert": "experts",
-    "moe_per_expert_rslora": "experts",
-    "moe_some_experts": "experts",
-    "moe_down_only_per_expert": "experts",
-    "mixtral_per_expert": "experts",
-    "moe_router": "router",
-    "mixtral_router": "router",
     "pissa_unconverted": "pissa",
     "alora": "aLoRA",
     "vision_tower_keys": "vision",

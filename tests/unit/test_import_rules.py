@@ -17,7 +17,7 @@ import loramux
 from tests.unit.import_graph import Import, first_loads, imports_of, read_package
 
 _PURE = ("types", "errors", "guide", "config", "plan")
-_ADAPTERS = ("adapters", "adapters.spec", "adapters.fusions")
+_ADAPTERS = ("adapters", "adapters.spec", "adapters.experts", "adapters.fusions")
 _ENGINE = ("engine", "engine.interface")
 _WORKER = ("worker", "model", "lora", "ops", "ops.tuning")
 _FRONT = ("server", *_ENGINE, "engine.build", *_ADAPTERS, *_PURE, "loramux")
@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops": ("ops.tuning", *_PURE),
     "ops.tuning": ("ops", *_PURE),
     "lora": ("ops", "adapters.spec", *_PURE),
-    "model": ("lora", "ops", "adapters.spec", "adapters.fusions", *_PURE),
+    "adapters.experts": (),
+    "model": ("lora", "ops", "adapters.spec", "adapters.experts", "adapters.fusions", *_PURE),
     # A base without weights is looked at outside of a worker, with the readers of files.
     "model.blueprint": ("model", "lora", "ops", *_ADAPTERS, "adapters.fusions", *_PURE),
     "model.merge": ("model", "lora", *_ADAPTERS, *_PURE),
@@ -71,7 +72,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 
 WITHOUT_TORCH = (
     "loramux", *_PURE, "engine", "engine.interface", "scheduling", "adapters", "server", "testing",
-    "cli", "demo", "ops.tuning", "adapters.spec", "adapters.fusions",
+    "cli", "demo", "ops.tuning", "adapters.spec", "adapters.experts", "adapters.fusions",
 )  # fmt: skip
 
 WITH_TORCH = (

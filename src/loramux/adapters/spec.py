@@ -22,6 +22,15 @@ class ModuleShape:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsShape:
+    """The experts of one layer: ``down (act(gate x) * up x)`` in each."""
+
+    num_experts: int
+    hidden: int
+    intermediate: int
+
+
+@dataclass(frozen=True, slots=True)
 class Fusion:
     """One linear that some models hold as several: the rows of ``parts``, one after another.
 
@@ -86,6 +95,11 @@ class BaseLayout:
     """Embedding and head have one weight."""
     heads: Mapping[int, HeadCounts] = field(default_factory=dict)
     """By number of layer, as far as they are known."""
+    experts: Mapping[str, ExpertsShape] = field(default_factory=dict)
+    """Modules that hold the experts of a layer; ``modules`` has each projection of each expert."""
+    routers: Mapping[str, ModuleShape] = field(default_factory=dict)
+    """Modules that choose experts for each token by a weight ``[experts, hidden]``. An adapter's
+    delta becomes a weight of its own."""
     open_modules: OpenModules | None = None
     """None: adapters may change all modules."""
 
@@ -152,6 +166,32 @@ class Replacement:
     """A tensor that must hold the same values, because the base has one weight for both."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertShare:
+    """One expert's part of a tensor that holds those of all: its A or B.
+
+    A is ``[experts * rank, in]``, expert by expert; B is ``[out, rank * experts]``, and column
+    ``j * experts + e`` is rank j of expert e (PEFT, ``ParamWrapper.get_delta_weight``).
+    """
+
+    source: str
+    expert: int
+    num_experts: int
+    of_b: bool
+
+    @property
+    def name(self) -> str:
+        """What the share is called as a tensor of its own."""
+        return f"{self.source}[{self.expert}]"
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """A view of the share."""
+        if self.of_b:
+            return whole[:, self.expert :: self.num_experts]
+        rank = whole.shape[0] // self.num_experts
+        return whole[self.expert * rank : (self.expert + 1) * rank]
+
+
 @dataclass(frozen=True)
 class LoraSpec:
     """A whole adapter: every tensor of it is used, and no row of a module changes twice."""
@@ -161,6 +201,8 @@ class LoraSpec:
     replacements: tuple[Replacement, ...] = ()
     vocab_size: int | None = None
     """Tokens of the adapter's own embedding and head, where they are more than the base's."""
+    shares: tuple[ExpertShare, ...] = ()
+    """Tensors that deltas name and the file has inside larger ones."""
 
     def by_module(self) -> dict[str, tuple[ModuleDelta, ...]]:
         """Several deltas of one module change different rows of it; their ranks add up."""
@@ -171,7 +213,7 @@ class LoraSpec:
 
     @property
     def tensor_names(self) -> frozenset[str]:
-        """All tensors that the adapter is made of."""
+        """All tensors that the adapter is made of; shares by names of their own."""
         deltas = (name for d in self.deltas for name in (d.a, d.b, d.magnitude, d.b_bias))
         return frozenset(name for name in deltas if name) | {r.tensor for r in self.replacements}
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from loramux.adapters.experts import DOWN, GATE, OLD_NAMES, UP
+
 _CROSS = r"(?:cross_attn|cross_attention|crossattention|encoder_attn|EncDecAttention)\."
 _SELF = r"(?:self_attn|self_attention|attn|attention)\."
 _EXPERT = r"experts\.(?:\d+\.)?"
@@ -23,9 +25,9 @@ _PATTERNS: Mapping[str, str] = {
     "cross_attn_k": rf"{_CROSS}(?:k_proj|k)",
     "cross_attn_v": rf"{_CROSS}(?:v_proj|v)",
     "cross_attn_dense": rf"{_CROSS}(?:o_proj|out_proj|dense|o)",
-    "moe_h_to_4h": rf"{_EXPERT}(?:w1|gate_proj)",
-    "moe_4h_to_h": rf"{_EXPERT}(?:w2|down_proj)",
-    "moe_gate": rf"{_EXPERT}(?:w3|up_proj)",
+    "moe_h_to_4h": rf"{_EXPERT}(?:{OLD_NAMES[GATE]}|{GATE})",
+    "moe_4h_to_h": rf"{_EXPERT}(?:{OLD_NAMES[DOWN]}|{DOWN})",
+    "moe_gate": rf"{_EXPERT}(?:{OLD_NAMES[UP]}|{UP})",
     "moe_router": r"(?:block_sparse_moe|mlp|moe|feed_forward)\.(?:gate|router)",
     "mlp_router": r"shared_expert_gate",
     "shared_expert_h_to_4h": rf"{_SHARED}gate_proj",

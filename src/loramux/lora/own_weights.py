@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleShape
+from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
 from loramux.ops.layout import pad
 
 Kind = Literal["weight", "bias", "shift"]
@@ -92,8 +92,21 @@ def own_values(
         if values.shape != there.shape or not torch.equal(values.to(there.device), there):
             kind: Kind = "bias" if parameter == "bias" else "weight"
             found.append(OwnValues(module, kind, values, rows))
+    for module, deltas in spec.by_module().items():
+        if module not in linears:
+            merged = _merged(base_parameter(module, "weight"), deltas, tensors)
+            found.append(OwnValues(module, "weight", merged.to(dtype)))
     moved = (OwnValues(module, "shift", shift.to(dtype)) for module, shift in shifts.items())
     return found + [own for own in moved if own.values.any()]
+
+
+def _merged(weight: Tensor, deltas: Sequence[ModuleDelta], tensors: Mapping[str, Tensor]) -> Tensor:
+    """``W + scale B A`` of a router, in float32: PEFT changes its weight, too, not its result."""
+    merged = weight.float().cpu().clone()
+    for delta in deltas:
+        b = torch.cat(delta.pick(tensors[delta.b])).float() * delta.scale
+        merged += b @ tensors[delta.a].float()
+    return merged
 
 
 def own_elements(spec: LoraSpec, layout: BaseLayout) -> int:
@@ -109,6 +122,8 @@ def own_elements(spec: LoraSpec, layout: BaseLayout) -> int:
             shifted.add(r.module)
         else:
             total += pad(prod(shape if r.rows is None else (len(r.rows), *shape[1:])))
+    merged = (layout.routers[m] for m in spec.by_module() if m not in layout.modules)
+    total += sum(pad(shape.in_features * shape.out_features) for shape in merged)
     return total + sum(pad(layout.modules[module].out_features) for module in shifted)
 
 

@@ -58,7 +58,7 @@ class HostCopy:
 
     @property
     def max_rank(self) -> int:
-        return max(placement.rank for placement in self.placements)
+        return max((placement.rank for placement in self.placements), default=0)
 
 
 BaseWeight = Callable[[int], Tensor]
@@ -81,7 +81,9 @@ def pack(
     Everything is computed in float32 and cast once to ``dtype``.
     """
     index = modules.index()
-    groups = sorted((index[name], deltas) for name, deltas in spec.by_module().items())
+    by_module = spec.by_module().items()
+    # Those of routers are among ``own``.
+    groups = sorted((index[name], deltas) for name, deltas in by_module if name in index)
     sizes = [_num_elements(deltas, modules.shapes[module]) for module, deltas in groups]
     own_size = sum(pad(values.values.numel()) for values in own)
     block = torch.zeros(sum(map(sum, sizes)) + own_size, dtype=dtype)
@@ -149,7 +151,8 @@ def dora_gain(weight: Tensor, a: Tensor, scaled_b: Tensor, magnitude: Tensor) ->
 def packed_bytes(spec: LoraSpec, layout: BaseLayout, dtype: torch.dtype) -> int:
     """Bytes of the block that ``pack`` makes; less if values of its own equal the base's."""
     groups = spec.by_module().items()
-    sizes = (_num_elements(deltas, layout.modules[module]) for module, deltas in groups)
+    linears = layout.modules
+    sizes = (_num_elements(deltas, linears[name]) for name, deltas in groups if name in linears)
     return (sum(map(sum, sizes)) + own_elements(spec, layout)) * dtype.itemsize
 
 

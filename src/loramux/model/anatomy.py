@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -18,6 +18,7 @@ from loramux.adapters.spec import BaseLayout, HeadCounts, ModuleShape
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import ModuleTable
 from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam, Recorder
+from loramux.model.experts import expert_modules, find_experts, find_routers
 from loramux.model.load import BaseModel
 from loramux.model.stack import decoder_layers, recorded_calls, runs_of
 from loramux.ops.attention import AttentionLayer
@@ -31,7 +32,8 @@ class Anatomy:
 
     attention: dict[int, AttentionLayer]
     modules: ModuleTable
-    """The linears of the layers; then embedding and head, where adapters may change them."""
+    """The linears of the layers; then embedding and head, where adapters may change them; then
+    every projection of every expert."""
     sites: tuple[tuple[int, ...], ...]
     """Modules (rows of the table) that run as one linear: consecutive rows, in order of calls."""
     runs: tuple[tuple[int, ...], ...]
@@ -40,6 +42,8 @@ class Anatomy:
     """Modules that scale each token's vectors by a weight, and the dimension of their input in
     which the tokens are."""
     layout: BaseLayout
+    num_ends: int
+    """Embedding and head among the modules, behind the linears."""
 
     @property
     def layer_shapes(self) -> tuple[ModuleShape, ...]:
@@ -91,16 +95,29 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     called_once = [name for name in ends if len(calls.get(name, ())) == 1]
     names = (*(name for group in groups for name in group), *called_once)
     shapes = tuple(module_shape(model.get_submodule(name)) for name in names)
+    # On a GPU they have no LoRA yet.
+    experts = find_experts(model) if model.device.type != "cuda" else {}
+    routers = find_routers(model, experts)
+    inside = dict(expert_modules(experts))
     scaling = {n: at for n in norms if (at := _tokens_at(calls.get(n, ()))) is not None}
     return Anatomy(
         attention=recorder.layers,
-        modules=ModuleTable(names, shapes),
+        modules=ModuleTable((*names, *inside), (*shapes, *inside.values())),
         sites=_rows(groups),
         runs=runs_of(layer_calls),
         norms=scaling,
-        layout=layout_of(
-            base, dict(zip(names, shapes, strict=True)), recorder.layers, tuple(scaling)
+        layout=replace(
+            layout_of(
+                base,
+                dict(zip(names, shapes, strict=True)),
+                recorder.layers,
+                (*scaling, *routers),
+                inside,
+            ),
+            experts=experts,
+            routers=routers,
         ),
+        num_ends=len(called_once),
     )
 
 
@@ -167,8 +184,13 @@ def layout_of(
     modules: Mapping[str, ModuleShape],
     attention: Mapping[int, AttentionLayer],
     norms: Sequence[str] = (),
+    inside: Mapping[str, ModuleShape] | None = None,
 ) -> BaseLayout:
-    """These modules of the base, and all that hangs on their names and on its family."""
+    """These modules of the base, and all that hangs on their names and on its family.
+
+    ``norms``: others whose parameters adapters may replace. ``inside``: those of experts, which are
+    no modules of transformers.
+    """
     everything = frozenset(name for name, _ in base.model.named_modules() if name)
     model_type = base.model.config.get_text_config().model_type
     qkv_rows = {number: _qkv_rows(layer) for number, layer in attention.items()}
@@ -177,7 +199,7 @@ def layout_of(
     names = {module: name for name, module in base.model.named_modules() if name in modules}
     return BaseLayout(
         base.name,
-        modules,
+        {**modules, **(inside or {})},
         everything - modules.keys(),
         model_type,
         find_fusions(model_type, modules, qkv_rows),

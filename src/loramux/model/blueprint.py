@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,6 +25,7 @@ from loramux.model.anatomy import (
     module_shape,
 )
 from loramux.model.attention_seam import AttentionSeam
+from loramux.model.experts import expert_modules, find_experts, find_routers
 from loramux.model.load import BaseModel, adopt, read_config, resolve_dtype
 from loramux.model.stack import decoder_layers
 
@@ -81,7 +82,10 @@ def _layout_by_names(base: BaseModel) -> BaseLayout:
     modules = {name: shape for name, shape in shapes.items() if shape is not None}
     modules |= {name: module_shape(end) for name, end in adaptable_ends(base.model).items()}
     norms = [name for name, module in base.model.named_modules() if could_be_norm(module)]
-    return layout_of(base, modules, attention={}, norms=norms)
+    experts = find_experts(base.model)
+    routers = find_routers(base.model, experts)
+    layout = layout_of(base, modules, {}, (*norms, *routers), dict(expert_modules(experts)))
+    return replace(layout, experts=experts, routers=routers)
 
 
 class StoredWeights:

@@ -16,6 +16,7 @@ from loramux.adapters.spec import ModuleDelta
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import dora_gain
 from loramux.model.anatomy import linear_weight
+from loramux.model.experts import expert_weights, find_experts
 from loramux.model.load import read_config
 
 _TOKENIZER_FILES = (
@@ -50,10 +51,11 @@ def fold(model: PreTrainedModel, adapter: LoadedAdapter, name: str) -> None:
     report = Report()
     refuse_leftovers(adapter, report)
     owners = _owners(model)
+    experts = expert_weights(model, find_experts(model))
     with torch.no_grad():
         for module, deltas in adapter.spec.by_module().items():
-            linear = model.get_submodule(module)
-            shared = [other for other in owners[_place(linear)] if other != module]
+            linear = experts.get(module) or model.get_submodule(module)
+            shared = [other for other in owners.get(_place(linear), ()) if other != module]
             if shared:
                 report.refuse(f"the base has this weight in {shared[0]} as well (tied)", module)
                 continue

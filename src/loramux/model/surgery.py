@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from typing import cast
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from loramux.adapters.experts import PARTS, expert_part
 from loramux.lora.ends import AdaptedEmbedding, AdaptedHead, AdaptedNorm
+from loramux.lora.experts import AdaptedExperts, AdaptedRouter
 from loramux.lora.layers import CompiledLoraLinear, LoraContext, LoraLinear
 from loramux.lora.own import Member
 from loramux.model.anatomy import Anatomy, embedding_scale, linear_weight
+from loramux.model.experts import adapt, expert_weights, use_adapted_experts
 from loramux.model.fusion import FirstMember, OtherMember, fuse, lay_out_for_cpu
 from loramux.ops.interface import Site, Slice
 
@@ -18,7 +22,8 @@ from loramux.ops.interface import Site, Slice
 def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> list[nn.Module]:
     """Put a LoRA-capable linear at every site; returns the base's linears, in table order."""
     names = anatomy.modules.names
-    originals = [model.get_submodule(name) for name in names]
+    experts = expert_weights(model, anatomy.layout.experts)
+    originals = [experts.get(name) or model.get_submodule(name) for name in names]
     for members in anatomy.sites:
         linears = [originals[module] for module in members]
         if len(members) > 1:
@@ -49,6 +54,7 @@ def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> li
         ):
             _replace(model, names[module], stand_in)
     _insert_ends(model, anatomy, context)
+    _insert_experts(model, anatomy, context)
     return originals
 
 
@@ -67,6 +73,17 @@ def _insert_ends(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> No
     if (name := anatomy.layout.head) is not None:
         head = model.get_submodule(name)
         _replace(model, name, AdaptedHead(head, name, rows[name], context))
+
+
+def _insert_experts(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> None:
+    rows = anatomy.modules.index()
+    for name in anatomy.layout.experts:
+        experts = model.get_submodule(name)
+        adapt(experts, AdaptedExperts(experts, rows[expert_part(name, 0, PARTS[0])], context))
+    for name in anatomy.layout.routers:
+        _replace(model, name, AdaptedRouter(model.get_submodule(name), name, context))
+    if anatomy.layout.experts:
+        use_adapted_experts(cast(PreTrainedModel, model))
 
 
 def _site(anatomy: Anatomy, members: Sequence[int], bias: Tensor | None) -> Site:

@@ -66,9 +66,9 @@ class ReferenceOps:
         """Rows stand in sorted order."""
         for segment in segments:
             y_rows, x_rows = y[segment.start : segment.end], x[segment.start : segment.end]
-            self._add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
+            self.add_rows(y_rows, x_rows, segment.slot, site, arena, tables)
 
-    def _add_rows(
+    def add_rows(
         self, y: Tensor, x: Tensor, slot: int, site: Site, arena: Tensor, tables: SlotTables
     ) -> None:
         """All rows belong to one slot."""

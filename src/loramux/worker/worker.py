@@ -114,7 +114,8 @@ class Worker:
             self._own,
             None if compiled is None else compiled.ops.number,
         )
-        self._norms = {name: base.model.get_submodule(name) for name in anatomy.norms}
+        named = (*anatomy.norms, *anatomy.layout.routers)
+        self._others = {name: base.model.get_submodule(name) for name in named}
         self._linears = insert_sites(base.model, anatomy, context)
         if compiled is None:
             self._runner: Runner = EagerRunner(base, backend, context)
@@ -262,8 +263,9 @@ class Worker:
 
     def _changes_ends(self, copy: HostCopy) -> bool:
         """Whether LoRA is on the embedding or the head, which stand behind the layers' linears."""
-        num_linears = len(self._anatomy.layer_shapes)
-        return any(p.module >= num_linears for p in copy.placements)
+        first = len(self._anatomy.layer_shapes)
+        ends = range(first, first + self._anatomy.num_ends)
+        return any(p.module in ends for p in copy.placements)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Put a step behind what the device does already; only its ``result()`` waits."""
@@ -302,7 +304,7 @@ class Worker:
         return linear_weight(self._linears[module])
 
     def _base_parameter(self, module: str, parameter: str) -> Tensor:
-        holder = self._norms.get(module)
+        holder = self._others.get(module)
         if holder is None:
             holder = self._linears[self._anatomy.modules.index()[module]]
         return getattr(holder, parameter)

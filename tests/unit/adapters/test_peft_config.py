@@ -150,7 +150,7 @@ def test_encoder_decoder_task_is_only_a_warning():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("target_parameters", ["mlp.experts.down_proj"]),
+        ("target_parameters", "mlp.experts.down_proj"),
         ("layer_replication", [[0, 2]]),
         ("alora_invocation_tokens", [1]),
         ("use_qalora", True),

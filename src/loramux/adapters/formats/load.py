@@ -50,6 +50,9 @@ def load(
     tensors: Mapping[str, Tensor] = {}
     try:
         tensors = weights.read()
+        tensors = {**tensors, **{s.name: s.cut(tensors[s.source]) for s in spec.shares}}
+        for source in {share.source for share in spec.shares}:
+            del tensors[source]
         check_values(spec, tensors, report)
     except MalformedFile as problem:
         report.refuse(str(problem))

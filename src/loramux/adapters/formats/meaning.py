@@ -11,7 +11,7 @@ Bias = Literal["none", "all", "lora_only"]
 
 @dataclass(frozen=True)
 class BesideLora:
-    """What was trained beside A, B and magnitudes."""
+    """What was trained beside A, B and magnitudes of linears."""
 
     bias: Bias = "none"
     """Whose biases have values of the adapter's own."""
@@ -22,6 +22,8 @@ class BesideLora:
     token_rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Rows of embeddings that have values of the adapter's own, by the end of the module's name;
     the empty name means the base's embedding."""
+    parameters: tuple[str, ...] = ()
+    """Ends of names of parameters that have A and B (PEFT: target_parameters)."""
     ties: bool = False
     """What is trained of a tied embedding holds for the head, too."""
 

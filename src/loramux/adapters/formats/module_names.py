@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from loramux.adapters.experts import other_spellings
 from loramux.adapters.spec import BaseLayout
 
 _LANGUAGE = "language_model"
@@ -15,10 +16,7 @@ _OTHER_TOWER = re.compile(
 _EXPERT = re.compile(r"(^|\.)experts(\.|$)")
 _ROUTER = re.compile(r"(^|\.)(block_sparse_moe|mlp|moe|feed_forward)\.(gate|router)$")
 
-_NEVER_SERVED = (
-    (_OTHER_TOWER, "LoRA on the vision or audio part of a model is not served"),
-    (_EXPERT, "LoRA on the experts of a mixture of experts is not served"),
-)
+_NEVER_SERVED = ((_OTHER_TOWER, "LoRA on the vision or audio part of a model is not served"),)
 
 MAX_EXPLAINED = 1_000
 """Names that match nothing and are told why; to tell takes longer than to find, so further ones of
@@ -56,8 +54,10 @@ class ModuleNames:
             return "ambiguous names match more than one module of the base"
         if (words := never_served(path)) is not None:
             return words
+        if _EXPERT.search(path):
+            return "no such expert can take LoRA here: on a GPU none can yet"
         if _ROUTER.search(path):
-            return "LoRA on the router (gate) of a mixture of experts is not served"
+            return "LoRA on the router (gate) of a mixture of experts is not served on this base"
         if path in self._base.other_modules:
             return f"modules of {self._base.name} that are no linear cannot take LoRA"
         if _any_layer(path) in self._any_layer:
@@ -72,9 +72,8 @@ def never_served(path: str) -> str | None:
 
 def _spellings(name: str) -> set[str]:
     """Names of a base module under which an adapter may know it, without ``language_model``."""
-    full = _without_language(name)
-    headless = full.partition(".")[2]
-    return {full, headless} - {""}
+    fulls = {_without_language(spelling) for spelling in other_spellings(name)}
+    return {spelling for full in fulls for spelling in (full, full.partition(".")[2])} - {""}
 
 
 def _any_layer(name: str) -> str:

@@ -203,6 +203,7 @@ class _Fields:
             lora_bias=fields.is_live(self._raw.get("lora_bias")) and self.flag("lora_bias"),
             modules_to_save=self._names("modules_to_save"),
             token_rows=self._token_rows(),
+            parameters=self._names("target_parameters"),
             ties=self.flag("ensure_weight_tying"),
         )
 

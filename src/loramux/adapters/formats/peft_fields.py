@@ -26,6 +26,7 @@ HONOURED = frozenset(
         "modules_to_save",
         "trainable_token_indices",
         "ensure_weight_tying",
+        "target_parameters",
         "swap_gate_up",
     }
 )
@@ -58,7 +59,6 @@ INERT: Mapping[str, str] = {
 """
 
 REFUSED_WHEN_LIVE: Mapping[str, str] = {
-    "target_parameters": "LoRA on parameters such as those of experts",
     "layer_replication": "it changes the base model: layers are repeated",
     "alora_invocation_tokens": "activated LoRA (aLoRA) acts on a part of the prompt only",
     "use_qalora": "QALoRA pools the input of A",

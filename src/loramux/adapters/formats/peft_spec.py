@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.module_names import MAX_EXPLAINED
+from loramux.adapters.formats.peft_experts import ExpertsBuilder, ExpertTensors
 from loramux.adapters.formats.peft_keys import (
     DeltaKey,
     ParameterKey,
@@ -15,12 +17,12 @@ from loramux.adapters.formats.peft_keys import (
     parse_key,
 )
 from loramux.adapters.formats.peft_patterns import BadPattern
-from loramux.adapters.formats.places import Place, Places, Target
+from loramux.adapters.formats.places import WRAPPED, Place, Places, Target
 from loramux.adapters.formats.replaced import ReplacementBuilder
 from loramux.adapters.formats.safetensors_header import TensorEntry
 from loramux.adapters.fusions import GATE_UP
 from loramux.adapters.report import Report, printable
-from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
+from loramux.adapters.spec import BaseLayout, ExpertShare, LoraSpec, ModuleDelta, ModuleShape
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
@@ -49,14 +51,30 @@ def build_spec(
     _check_dtypes(entries, report)
     deltas_said, parameters = _told_apart(entries, report)
     groups = _group(deltas_said, report)
-    placed = _place(groups, base, config, report)
-    builder = _DeltaBuilder(config, entries, base.embedding, report)
+    places = Places(base, up_first=config.swap_gate_up)
+    of_experts = {p: found for p in groups if (found := places.find_experts(p)) is not None}
+    placed = _place({p: g for p, g in groups.items() if p not in of_experts}, places, base, report)
+    builder = _DeltaBuilder(config, entries, base.embedding, base.routers, report)
+    experts = ExpertsBuilder(config, entries, report)
+    shares: list[ExpertShare] = []
     try:
         deltas = [delta for place, group in placed for delta in builder.deltas(place, group)]
+        for path, module in of_experts.items():
+            tensors = builder.expert_tensors(groups[path])
+            found = tensors and experts.unfold(module, base.experts[module], tensors)
+            if found:
+                deltas += found.deltas
+                shares += found.shares
     except BadPattern as problem:
         report.refuse(f"rank_pattern or alpha_pattern {problem}")
         return None
-    order = {name: i for i, name in enumerate(base.modules)}
+    _check_experts_once(deltas, of_experts, report)
+    _check_parameters(config.beside.parameters, groups, base, report)
+    if groups and not placed and not of_experts:
+        report.refuse(
+            f"not one module of the adapter matches {base.name}: it was made for another model"
+        )
+    order = {name: i for i, name in enumerate((*base.modules, *base.routers))}
     deltas.sort(key=lambda d: (order[d.module], 0 if d.rows is None else d.rows.start))
     adapted = {target.module for place, _ in placed for target in place.targets}
     replaced = ReplacementBuilder(config.beside, base, report).build(parameters, entries, adapted)
@@ -65,7 +83,9 @@ def build_spec(
         return None
     _warn_about_targets(config, [group.path for _, group in placed], report)
     _warn_about_base(config, base, report)
-    return LoraSpec(tuple(deltas), report.warnings, replaced.values, replaced.vocab_size)
+    return LoraSpec(
+        tuple(deltas), report.warnings, replaced.values, replaced.vocab_size, tuple(shares)
+    )
 
 
 def _check_dtypes(entries: Entries, report: Report) -> None:
@@ -114,10 +134,9 @@ def _group(said: Mapping[str, DeltaKey], report: Report) -> dict[str, _Group]:
 
 
 def _place(
-    groups: Mapping[str, _Group], base: BaseLayout, config: Meaning, report: Report
+    groups: Mapping[str, _Group], places: Places, base: BaseLayout, report: Report
 ) -> list[tuple[Place, _Group]]:
     """Groups with the place in the base that each of them changes."""
-    places = Places(base, up_first=config.swap_gate_up)
     placed: list[tuple[Place, _Group]] = []
     closed: dict[str, list[str]] = {}
     unplaced: list[str] = []
@@ -135,11 +154,39 @@ def _place(
                 taken.setdefault(target.module, []).append(target)
     _check_open(closed, base, report)
     _explain(unplaced, places, base, report)
-    if groups and not placed:
-        report.refuse(
-            f"not one module of the adapter matches {base.name}: it was made for another model"
-        )
     return placed
+
+
+def _check_parameters(
+    named: Sequence[str], groups: Mapping[str, _Group], base: BaseLayout, report: Report
+) -> None:
+    """Parameters that the configuration names must have tensors: PEFT gives each its own."""
+    adapted = {path.removesuffix(WRAPPED) for path in groups}
+    missing = [
+        parameter
+        for parameter in named
+        if not any(_ends(path, parameter.rpartition(".")[0]) for path in adapted)
+    ]
+    if missing:
+        where = "" if base.experts else f", and {base.name} has no experts that can take LoRA"
+        report.refuse(
+            f"target_parameters: {', '.join(map(printable, missing))} have no tensors in the file"
+            f"{where}"
+        )
+
+
+def _ends(path: str, end: str) -> bool:
+    return f".{path}".endswith(f".{end}")
+
+
+def _check_experts_once(
+    deltas: Sequence[ModuleDelta], of_experts: Mapping[str, str], report: Report
+) -> None:
+    """Parameters of experts may meet each other, and deltas of single experts."""
+    counts = Counter(delta.module for delta in deltas)
+    for path, module in of_experts.items():
+        if any(count > 1 for name, count in counts.items() if name.startswith(f"{module}.")):
+            report.refuse("duplicate: two names are meant for the same place", path)
 
 
 def _check_open(closed: Mapping[str, list[str]], base: BaseLayout, report: Report) -> None:
@@ -172,6 +219,7 @@ class _DeltaBuilder:
     config: Meaning
     entries: Entries
     embedding: str | None
+    routers: Collection[str]
     report: Report
 
     def deltas(self, place: Place, group: _Group) -> list[ModuleDelta]:
@@ -180,6 +228,8 @@ class _DeltaBuilder:
         magnitude, b_bias = group.keys.get("lora_magnitude_vector"), group.keys.get("lora_B.bias")
         self._check_dora(magnitude, group.path)
         self._check_b_bias(b_bias, group)
+        if place.targets[0].module in self.routers and (magnitude or b_bias):
+            self.report.refuse("DoRA and a bias of lora_B on a router are not served", group.path)
         if group.of_embedding != (place.targets[0].module == self.embedding):
             self.report.refuse(
                 "an embedding has lora_embedding_A and B, and all else lora_A and lora_B",
@@ -195,6 +245,18 @@ class _DeltaBuilder:
             for t in place.targets
         ]
         return deltas if self._shapes_fit(deltas[0], place.shape, group.path) else []
+
+    def expert_tensors(self, group: _Group) -> ExpertTensors | None:
+        """A and B of a parameter of experts, which PEFT gives no other tensors."""
+        a, b = group.keys.get("lora_A"), group.keys.get("lora_B")
+        others = group.keys.keys() - {"lora_A", "lora_B"}
+        if others:
+            what = " and ".join(sorted(others))
+            self.report.refuse(f"{what} on a parameter of experts is not served", group.path)
+        if a is None or b is None:
+            self.report.refuse("lora_A or lora_B is missing (incomplete pair)", group.path)
+            return None
+        return ExpertTensors(group.path, a, b)
 
     def _check_dora(self, magnitude: str | None, path: str) -> None:
         if self.config.use_dora and magnitude is None:

@@ -11,6 +11,9 @@ from loramux.adapters.spec import BaseLayout, Fusion, ModuleShape
 _ATTENTION_IN_ONE = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "wqkv", "qkv")
 """Some of these hold the heads interleaved, or q, k and v in pieces: never cut on a guess."""
 
+WRAPPED = ".base_layer"
+"""What PEFT adds to a module's name for each parameter but the last that it wraps it for."""
+
 _PARTS_OF_ATTENTION = ("q_proj", "k_proj", "v_proj")
 
 
@@ -56,11 +59,21 @@ class Places:
                 self._add_to_fused_base(fusion)
             else:
                 self._add_to_split_base(fusion)
-        self._names = ModuleNames(base, {*self._places, *self._reasons})
+        for name, shape in base.routers.items():
+            self._places[name] = Place(shape, (Target(name),))
+        self._names = ModuleNames(base, {*self._places, *self._reasons, *base.experts})
 
     def find(self, path: str) -> Place | None:
         """None when no module, or more than one, is meant, or its rows are not known."""
         return self._places.get(self._names.find(path) or "")
+
+    def find_experts(self, path: str) -> str | None:
+        """The module of all experts of a layer that LoRA on its parameters is meant for.
+
+        PEFT wraps a module once for each of its parameters, one around the other.
+        """
+        name = self._names.find(path.removesuffix(WRAPPED))
+        return name if name in self._base.experts else None
 
     def why_not(self, path: str) -> str:
         """Why ``find`` gave None, in words for an operator."""

@@ -1,0 +1,135 @@
+"""Experts with LoRA, and routers with weights of an adapter's own."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from loramux.lora.layers import LoraContext
+from loramux.ops.interface import Site, Slice
+from loramux.ops.reference import ReferenceOps
+
+_MIN_ROWS = 8
+"""Of a product. Adapters send other tokens to an expert than the base would, and a row's bits must
+not hang on how many: products of fewer rows than four sum up in another order."""
+
+
+class Experts(Protocol):
+    """A module of transformers' experts interface: gated, gate before up, without biases."""
+
+    gate_up_proj: Tensor
+    """``[experts, 2 * intermediate, hidden]``"""
+    down_proj: Tensor
+    """``[experts, hidden, intermediate]``"""
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
+
+
+class AdaptedExperts:
+    """The experts of one layer in plain torch.
+
+    For each token and expert chosen for it: gate = Wg x + dg, up = Wu x + du, down = Wd h + dd with
+    h = act(gate) * up, which has the deltas already; then the router's weight multiplies the sum.
+    """
+
+    def __init__(self, experts: nn.Module, first: int, context: LoraContext) -> None:
+        """``first``: row of the slot tables where gate, up and down of expert 0 stand, then those
+        of expert 1, and so on."""
+        self._experts = cast(Experts, experts)
+        self._context = context
+        self._ops = ReferenceOps()
+        num_experts, hidden, size = self._experts.down_proj.shape
+        rows = range(first, first + 3 * num_experts, 3)
+        self._into = [
+            Site((Slice(row, 0, size), Slice(row + 1, size, size)), hidden, None) for row in rows
+        ]
+        self._out = [Site((Slice(row + 2, 0, hidden),), size, None) for row in rows]
+
+    def __call__(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """x ``[T, hidden]``, index and weights ``[T, k]`` -> ``[T, hidden]``."""
+        num_tokens, top_k = index.shape
+        pairs, slots = self._sorted(index)
+        tokens, chosen = pairs // top_k, index.reshape(-1)[pairs]
+        results = x.new_empty(num_tokens * top_k, x.shape[-1])
+        ends = torch.bincount(chosen, minlength=len(self._into)).cumsum(0).tolist()
+        start = 0
+        for expert, end in enumerate(ends):
+            if end > start:
+                here = slice(start, end)
+                y = self._run(expert, x[tokens[here]], None if slots is None else slots[here])
+                results[pairs[here]] = y
+            start = end
+        weighted = results.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)
+        return weighted.sum(dim=1).to(x.dtype)
+
+    def _sorted(self, index: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Pairs of token and expert in order of expert, then slot; and their slots, if any counts.
+
+        The order within is that of the tokens, so an answer does not hang on the other rows' slots.
+        """
+        routing = self._context.routing
+        experts = index.reshape(-1)
+        if not routing.segments:
+            return torch.argsort(experts, stable=True), None
+        slots = routing.token_slot[: index.shape[0]].repeat_interleave(index.shape[1])
+        pairs = torch.argsort(experts * (routing.num_slots + 1) + slots, stable=True)
+        return pairs, slots[pairs]
+
+    def _run(self, expert: int, x: Tensor, slots: Tensor | None) -> Tensor:
+        """One expert on rows that stand in order of slot."""
+        runs = [] if slots is None else _runs(slots, self._context.routing.num_slots)
+        num_rows = len(x)
+        x = F.pad(x, (0, 0, 0, max(0, _MIN_ROWS - num_rows)))
+        gate_up = F.linear(x, self._experts.gate_up_proj[expert])
+        self._add(gate_up, x, runs, self._into[expert])
+        hidden = self._experts._apply_gate(gate_up)
+        down = F.linear(hidden, self._experts.down_proj[expert])
+        self._add(down, hidden, runs, self._out[expert])
+        return down[:num_rows]
+
+    def _add(self, y: Tensor, x: Tensor, runs: list[tuple[int, slice]], site: Site) -> None:
+        ctx = self._context
+        for slot, rows in runs:
+            self._ops.add_rows(y[rows], x[rows], slot, site, ctx.arena, ctx.tables)
+
+
+def _runs(slots: Tensor, base: int) -> list[tuple[int, slice]]:
+    """Runs of equal slots, without the base's."""
+    values, counts = torch.unique_consecutive(slots, return_counts=True)
+    found, start = [], 0
+    for slot, count in zip(values.tolist(), counts.tolist(), strict=True):
+        if slot != base:
+            found.append((slot, slice(start, start + count)))
+        start += count
+    return found
+
+
+class AdaptedRouter(nn.Module):
+    """A router whose weight an adapter may have its own of."""
+
+    def __init__(self, base: nn.Module, name: str, context: LoraContext) -> None:
+        super().__init__()
+        self.base = base
+        self.name = name
+        self.context = context
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x ``[T, hidden]`` -> what the base's router makes of it, of which all have T rows."""
+        results = self.base(x)
+        context = self.context
+        if context.own.active:
+            for rows, own in context.own.find(self.name, context.routing):
+                mine = functional_call(self.base, own.parameters, (x[rows],))
+                for result, part in zip(results, mine, strict=True):
+                    result[rows] = part
+        return results
