@@ -28,8 +28,10 @@ async def _asker(request: Request, caller: Reader) -> Caller:
 
     Raises Unauthorized, InferenceRefused, or KeyLimitReached.
     """
-    if caller.key is not None and not caller.key.infer:
-        raise InferenceRefused(caller.key.name)
+    if caller.key is not None:
+        request.state.facts.key = caller.key.name
+        if not caller.key.infer:
+            raise InferenceRefused(caller.key.name)
     caller.account.enter()
     request.state.at_end.callback(caller.account.leave)
     return caller

@@ -149,12 +149,14 @@ class Metrics:
 
 
 class Timer:
-    """Measures one request from its making to ``finish``."""
+    """Measures one request from its making to ``finish``, by ``time.perf_counter``."""
 
     def __init__(self, *, first_token: Histogram, next_token: Histogram, whole: Histogram) -> None:
         self._first_token = first_token
         self._next_token = next_token
         self._whole = whole
+        self.first_token: float | None = None
+        self.last_token: float | None = None
         self._started = time.perf_counter()
         self._last: dict[int, float] = {}
 
@@ -163,13 +165,14 @@ class Timer:
         if count == 0:
             return
         now = time.perf_counter()
-        if not self._last:
+        if self.first_token is None:
+            self.first_token = now
             self._first_token.observe(now - self._started)
         elif choice in self._last:
             gap = (now - self._last[choice]) / count
             for _ in range(count):
                 self._next_token.observe(gap)
-        self._last[choice] = now
+        self._last[choice] = self.last_token = now
 
     def finish(self) -> None:
         """The whole answer has arrived."""
