@@ -152,3 +152,22 @@ def test_spans_without_their_package_end_the_start_before_the_model_is_loaded() 
     done = subprocess.run([*command, *endpoint], capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert re.fullmatch(r"error: the package opentelemetry-exporter-\S+ is not .*\n", done.stderr)
+
+
+def test_a_request_that_the_end_cuts_off_leaves_its_span() -> None:
+    with collecting() as collector:
+        endpoint = ("--otlp-traces-endpoint", collector.url)
+        with serve(*endpoint, "--shutdown-grace", "0", "--max-model-len", "4000") as (
+            process,
+            url,
+            _,
+        ):
+            body = {"model": "base", "prompt": [1], "max_tokens": 3000, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=10) == 0
+        [span] = [span for span in collector.spans() if span.name == "llm_request"]
+    told = {a.key: a.value.string_value for a in span.attributes}
+    assert told["error.type"] == "CancelledError"

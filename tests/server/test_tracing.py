@@ -43,10 +43,10 @@ class Spans:
         provider = TracerProvider(shutdown_on_exit=False)
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))
 
-        async def stop() -> None:
+        async def flush() -> None:
             provider.shutdown()
 
-        self.tracing = Tracing(provider.get_tracer("test"), stop)
+        self.tracing = Tracing(provider.get_tracer("test"), flush)
 
     @property
     def all(self) -> tuple[ReadableSpan, ...]:

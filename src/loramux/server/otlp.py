@@ -50,20 +50,20 @@ def export_to(endpoint: str, environ: Mapping[str, str]) -> Tracing:
     log.take_over()
     logger.info("spans of requests go to %s", endpoint)
 
-    def flush() -> None:
+    def shut_down() -> None:
         provider.shutdown()
         log.give_back()
 
-    async def stop() -> None:
+    async def flush() -> None:
         # Daemons, this one and the SDK's: what hangs in a collector must not keep the process.
-        flushing = threading.Thread(target=flush, daemon=True)
+        flushing = threading.Thread(target=shut_down, daemon=True)
         flushing.start()
         await asyncio.to_thread(flushing.join, _FLUSH_SECONDS)
         if flushing.is_alive():
             logger.warning("the last spans could not be sent within %g seconds", _FLUSH_SECONDS)
             exporter.shutdown()
 
-    return Tracing(provider.get_tracer("loramux", __version__), stop)
+    return Tracing(provider.get_tracer("loramux", __version__), flush)
 
 
 def _resource() -> Resource:

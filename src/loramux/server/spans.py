@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from loramux.server.facts import Facts
 
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 """Paths of requests to models, and what OpenTelemetry calls these."""
+_CUT_OFF_SECONDS = 1.0
+"""Requests that are cancelled take moments to end."""
 _MAX_NAME = 256
 """Characters of a model's name: a client may write anything there."""
 
@@ -25,10 +29,11 @@ _MAX_NAME = 256
 class Tracing:
     """Makes the spans of one server."""
 
-    def __init__(self, tracer: Tracer, stop: Callable[[], Awaitable[None]]) -> None:
-        """``stop`` sends what has not been sent."""
-        self.stop = stop
+    def __init__(self, tracer: Tracer, flush: Callable[[], Awaitable[None]]) -> None:
+        """``flush`` sends what has not been sent, and is the last that is asked of the tracer."""
         self._tracer = tracer
+        self._flush = flush
+        self._open: set[RequestSpan] = set()
         # The headers of W3C alone: baggage is of no use here, and the SDK would log what is wrong
         # with a client's.
         self._propagator = TraceContextTextMapPropagator()
@@ -53,22 +58,44 @@ class Tracing:
                 "http.route": scope["path"],
             },
         )
-        return RequestSpan(self._tracer, span, began=began, began_ns=began_ns)
+        request = RequestSpan(
+            self._tracer, span, began=began, began_ns=began_ns, on_end=self._open.discard
+        )
+        self._open.add(request)
+        return request
+
+    async def stop(self) -> None:
+        """Send all spans, those of requests too that the end of the server has just cut off."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_CUT_OFF_SECONDS):
+                while self._open:
+                    await asyncio.sleep(0.01)
+        await self._flush()
 
 
 class RequestSpan:
     """The span of one request, which ``end`` must end."""
 
-    def __init__(self, tracer: Tracer, span: Span, *, began: float, began_ns: int) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        span: Span,
+        *,
+        began: float,
+        began_ns: int,
+        on_end: Callable[[RequestSpan], None],
+    ) -> None:
         """``began`` by ``time.perf_counter``, as all times of an answer are; ``began_ns`` in Unix
         nanoseconds, as those of spans are."""
         self._tracer = tracer
         self._span = span
         self._began = began
         self._began_ns = began_ns
+        self._on_end = on_end
 
     def end(self, facts: Facts, status: int) -> None:
         """End it now; ``status`` is the answer's as it is counted, 0 where there was none."""
+        self._on_end(self)
         if not self._span.is_recording():
             return
         now = time.perf_counter()
