@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.server.test_disconnect import wait_until
 from tests.server.test_otlp import collecting
 
 PROGRAM = """
@@ -125,6 +127,31 @@ def test_keys_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert re.fullmatch(r"error: keys file .*, key 1 \(tenant\) has an unknown .*\n", done.stderr)
+
+
+def test_keys_that_change_hold_without_a_new_start_and_at_once_on_sighup(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text('[[key]]\nname = "tenant"\nkey = "sk-old"\n')
+    with serve("--keys", str(path)) as (process, url, _):
+
+        def statuses() -> list[int]:
+            headers = [{"Authorization": f"Bearer sk-{key}"} for key in ("old", "new")]
+            return [httpx.get(f"{url}/v1/models", headers=h).status_code for h in headers]
+
+        assert statuses() == [200, 401]
+        path.write_text(path.read_text().replace("old", "new"))
+        # To all processes, as a terminal that closes sends it.
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: statuses() == [401, 200])
+        headers = {"Authorization": "Bearer sk-new"}
+        body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 5}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        path.write_text(path.read_text().replace("new", "old"))
+        wait_until(lambda: statuses() == [200, 401])
 
 
 def test_spans_of_requests_are_sent_before_the_process_ends(

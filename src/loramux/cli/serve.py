@@ -15,6 +15,7 @@ from loramux.cli.logs import setup_logging
 from loramux.cli.options import parse_adapters, with_options
 from loramux.config import EngineOptions, ServerOptions
 from loramux.server.key_file import read_keys
+from loramux.server.key_watch import watching_keys
 from loramux.server.tracing import start_tracing
 
 if TYPE_CHECKING:
@@ -60,12 +61,13 @@ def serve(
         running = AsyncEngine(ServiceProcess(build))
 
         async def run() -> None:
-            await running.start()
-            try:
-                app = create_app(running, options=server, keyring=keyring, tracing=tracing)
-                await serve_app(app, sock)
-            finally:
-                await running.stop()
+            async with watching_keys(keyring, server.keys, os.environ):
+                await running.start()
+                try:
+                    app = create_app(running, options=server, keyring=keyring, tracing=tracing)
+                    await serve_app(app, sock)
+                finally:
+                    await running.stop()
 
         asyncio.run(run())
 

@@ -49,7 +49,7 @@ def create_app(
         tracing = start_tracing(options.otlp_traces_endpoint, os.environ)
     name = base_name or options.served_model_name or engine.base_name
     app = FastAPI(title="loramux", version=__version__)
-    metrics = Metrics(engine, max_adapters=options.metrics_adapters, accounts=keyring.accounts)
+    metrics = Metrics(engine, max_adapters=options.metrics_adapters, keyring=keyring)
     app.state.context = ServerContext(engine, options, name, metrics, keyring, tracing)
     errors.install(app)
     openapi.install(app)

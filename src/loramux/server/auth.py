@@ -50,7 +50,7 @@ async def _admit_admin(request: Request, context: Context) -> None:
         return
     remedy = "use an admin key"
     if not any(key.admin for key in keyring.keys):
-        remedy = "the server has no admin key, start it with one"
+        remedy = "the server has no admin key, give it one"
     raise AdminRefused(f"the key {key.name!r} may not load, change or unload adapters: {remedy}")
 
 
