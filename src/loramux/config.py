@@ -290,8 +290,8 @@ class ServerOptions:
     )
     keys: str | None = option(
         None,
-        "TOML file of the keys that are let in, with what each may do and use (docs/serving.md); "
-        "default: the file in LORAMUX_KEYS, if that is set",
+        "TOML file of the keys that are let in, with what each may do and use (docs/serving.md), "
+        "read again when it changes; default: the file in LORAMUX_KEYS, if that is set",
     )
     otlp_traces_endpoint: str | None = option(
         None,
