@@ -82,15 +82,17 @@ class Account:
     def change_limits(self, limits: Limits) -> None:
         """Hold it to these from now on. What it has used counts: a change is no new start."""
         self._limits = limits
-        a_second, a_minute = limits.requests_per_second, limits.tokens_per_minute
-        # Less than one request would never let any in.
-        self._requests = self._bucket(self._requests, a_second, capacity=max(1.0, a_second or 0.0))
-        a_second = None if a_minute is None else a_minute / 60
-        self._tokens = self._bucket(self._tokens, a_second, capacity=a_minute or 0.0)
+        self._requests = self._changed(self._requests, limits.requests_per_second, seconds=1)
+        self._tokens = self._changed(self._tokens, limits.tokens_per_minute, seconds=60)
 
-    def _bucket(self, old: Bucket | None, rate: float | None, *, capacity: float) -> Bucket | None:
-        if rate is None:
+    def _changed(
+        self, old: Bucket | None, amount: float | None, *, seconds: float
+    ) -> Bucket | None:
+        """A bucket that holds, and gets in so many ``seconds``, an ``amount``."""
+        if amount is None:
             return None
+        # Less than one would never let a request in.
+        rate, capacity = amount / seconds, max(1.0, amount)
         if old is None:
             return Bucket(rate=rate, capacity=capacity, clock=self._clock)
         old.change(rate=rate, capacity=capacity)
