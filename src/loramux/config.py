@@ -290,8 +290,13 @@ class ServerOptions:
     )
     keys: str | None = option(
         None,
-        "TOML file of the keys that are let in, with what each may do and use (docs/serving.md); "
-        "default: the file in LORAMUX_KEYS, if that is set",
+        "TOML file of the keys that are let in, with what each may do and use (docs/serving.md), "
+        "read again when it changes; default: the file in LORAMUX_KEYS, if that is set",
+    )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "collector of OpenTelemetry that gets a span of each request to a model, by OTLP over "
+        "HTTP, such as http://localhost:4318/v1/traces; needs the extra otel; default: no spans",
     )
 
     def __post_init__(self) -> None:
@@ -313,12 +318,28 @@ class ServerOptions:
             raise ConfigError(f"stream_interval must be from 0 to 1, not {self.stream_interval}")
         if not 0 <= self.shutdown_grace < math.inf:
             raise ConfigError(f"shutdown_grace must not be negative, not {self.shutdown_grace}")
+        if self.otlp_traces_endpoint is not None:
+            _check_endpoint(self.otlp_traces_endpoint)
         for prefix in self.adapter_sources:
             if not re.match(r"hf:|[A-Za-z][A-Za-z0-9+.\-]*://", prefix):
                 raise ConfigError(
                     f"adapter_sources: {prefix!r} is no beginning of a remote source: write for "
                     "example hf:my-org or https://host/adapters/"
                 )
+
+
+def _check_endpoint(endpoint: str) -> None:
+    if re.search(r"[@?#]", endpoint):
+        # Not shown: it may be a credential, which the log would have with each failure.
+        raise ConfigError(
+            "otlp_traces_endpoint takes no user, query or fragment: credentials go into the "
+            "variable OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    if not re.fullmatch(r"https?://(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(:\d{1,5})?/[!-~]*", endpoint):
+        raise ConfigError(
+            f"otlp_traces_endpoint {endpoint!r} is no whole URL: write it with its path, such as "
+            "http://localhost:4318/v1/traces"
+        )
 
 
 def _at_least(name: str, value: int | None, low: int) -> None:

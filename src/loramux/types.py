@@ -6,7 +6,7 @@ import math
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NewType
+from typing import Literal, NamedTuple, NewType
 
 from loramux.errors import InvalidRequest
 from loramux.guide import Guide
@@ -160,6 +160,15 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class Waited(NamedTuple):
+    """Seconds that a sequence waited before its first step."""
+
+    queue_seconds: float
+    """From its arrival in the engine."""
+    slot_seconds: float
+    """Those since it could have started but for the slot of its adapter; 0 for the base."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one step adds to one completion of a request.
@@ -183,6 +192,8 @@ class Delta:
     cached_tokens: int = 0
     """With the first delta of each completion: tokens of its prompt found in the prefix cache."""
     error: str | None = None
+    waited: Waited | None = None
+    """With the first delta of each completion that has started."""
 
 
 @dataclass(frozen=True, slots=True)

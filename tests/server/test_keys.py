@@ -77,6 +77,7 @@ def limited(name: str, **limits: float) -> Key:
 OPERATOR = key("operator", admin=True, infer=False)
 TENANT = key("tenant-a", adapters=("tenant-a-*",))
 FREE = key("free")
+KEYLESS = Keyring(open_inference=True)
 
 
 def bearer(name: str) -> dict[str, str]:
@@ -468,7 +469,7 @@ async def test_a_client_that_does_not_read_pays_all_the_same(engine: FakeEngine)
         SamplingParams(max_tokens=50, ignore_eos=True),
         model=None,
         codec=engine.text,
-        timer=Metrics(engine, max_adapters=0, accounts=()).timer("/v1/completions"),
+        timer=Metrics(engine, max_adapters=0, keyring=KEYLESS).timer("/v1/completions"),
         seconds=60,
         interval=0,
         account=account,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import socket
@@ -13,6 +14,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.server.test_disconnect import wait_until
+from tests.server.test_otlp import collecting
 
 PROGRAM = """
 import sys
@@ -37,11 +41,11 @@ def serve(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
         try:
             assert process.stderr is not None
             lines = ""
-            while (url := re.search(r"http://[^ ,]+", lines)) is None:
+            while (url := re.search(r"ready at (http://[^ ,]+)", lines)) is None:
                 line = process.stderr.readline()
                 assert line, lines
                 lines += line
-            yield process, url[0], lines
+            yield process, url[1], lines
         finally:
             process.kill()
 
@@ -123,3 +127,74 @@ def test_keys_that_cannot_be_read_end_the_start(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert re.fullmatch(r"error: keys file .*, key 1 \(tenant\) has an unknown .*\n", done.stderr)
+
+
+def test_keys_that_change_hold_without_a_new_start_and_at_once_on_sighup(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text('[[key]]\nname = "tenant"\nkey = "sk-old"\n')
+    with serve("--keys", str(path)) as (process, url, _):
+
+        def statuses() -> list[int]:
+            headers = [{"Authorization": f"Bearer sk-{key}"} for key in ("old", "new")]
+            return [httpx.get(f"{url}/v1/models", headers=h).status_code for h in headers]
+
+        assert statuses() == [200, 401]
+        path.write_text(path.read_text().replace("old", "new"))
+        # To all processes, as a terminal that closes sends it.
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
+        wait_until(lambda: statuses() == [401, 200])
+        headers = {"Authorization": "Bearer sk-new"}
+        body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 5}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 200
+        path.write_text(path.read_text().replace("new", "old"))
+        wait_until(lambda: statuses() == [200, 401])
+
+
+def test_spans_of_requests_are_sent_before_the_process_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    with collecting() as collector:
+        with serve("--otlp-traces-endpoint", collector.url) as (process, url, lines):
+            assert f"spans of requests go to {collector.url}" in lines
+            body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 5}
+            assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=10) == 0
+        spans = {span.name: span for span in collector.spans()}
+    assert spans.keys() == {"llm_request", "queue", "prefill", "decode"}
+    told = {a.key: a.value for a in spans["llm_request"].attributes}
+    assert 0 <= told["gen_ai.latency.time_in_queue"].double_value < 5
+    assert told["gen_ai.usage.output_tokens"].int_value == 5
+
+
+def test_spans_without_their_package_end_the_start_before_the_model_is_loaded() -> None:
+    program = f"import sys; sys.modules['opentelemetry.exporter'] = None\n{PROGRAM}"
+    command = [sys.executable, "-W", "error", "-c", program]
+    endpoint = ["--otlp-traces-endpoint", "http://localhost:4318/v1/traces"]
+    done = subprocess.run([*command, *endpoint], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: the package opentelemetry-exporter-\S+ is not .*\n", done.stderr)
+
+
+def test_a_request_that_the_end_cuts_off_leaves_its_span() -> None:
+    with collecting() as collector:
+        endpoint = ("--otlp-traces-endpoint", collector.url)
+        with serve(*endpoint, "--shutdown-grace", "0", "--max-model-len", "4000") as (
+            process,
+            url,
+            _,
+        ):
+            body = {"model": "base", "prompt": [1], "max_tokens": 3000, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=10) == 0
+        [span] = [span for span in collector.spans() if span.name == "llm_request"]
+    told = {a.key: a.value.string_value for a in span.attributes}
+    assert told["error.type"] == "CancelledError"

@@ -27,6 +27,7 @@ from loramux.types import (
     RequestId,
     SamplingParams,
     TokenLogprobs,
+    Waited,
 )
 
 
@@ -43,6 +44,8 @@ class Outcome:
     """One entry for each time they were reported."""
     error: str | None = None
     cached_tokens: int = 0
+    waits: list[Waited] = field(default_factory=list, compare=False)
+    """One entry for each delta that told of it."""
 
     def push(self, delta: Delta) -> None:
         assert self.finish_reason is None, "a delta after the last one"
@@ -53,6 +56,8 @@ class Outcome:
         self.stop_reason = delta.stop_reason
         self.error = delta.error
         self.cached_tokens += delta.cached_tokens
+        if delta.waited is not None:
+            self.waits.append(delta.waited)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs.append(delta.prompt_logprobs)
 

@@ -16,7 +16,7 @@ from loramux import errors
 from loramux.engine import messages
 from loramux.engine.channel import Channel, frame, receive
 from loramux.errors import LoramuxError
-from loramux.types import Delta, RequestId, TokenLogprobs
+from loramux.types import Delta, RequestId, TokenLogprobs, Waited
 
 pytestmark = pytest.mark.anyio
 
@@ -74,7 +74,7 @@ def test_a_socket_without_a_channel_is_read_message_by_message() -> None:
 
 def test_deltas_are_the_same_after_the_way() -> None:
     deltas = [
-        Delta(RequestId("a"), 0, "é", (5,)),
+        Delta(RequestId("a"), 0, "é", (5,), waited=Waited(0.5, 0.25)),
         Delta(
             RequestId("b"), 1, "", (7, 8), (TokenLogprobs(7, -0.5, ((7, -0.5),)),), "stop", "x",
             (None, TokenLogprobs(1, -2.0)), "why",

@@ -95,6 +95,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "tool_parser": "mistral",
         "metrics_adapters": 7,
         "keys": "/keys.toml",
+        "otlp_traces_endpoint": "http://collector:4318/v1/traces",
     }
     arguments = []
     for name, value in changed.items():
@@ -139,6 +140,7 @@ def test_field_of_a_new_option_class_needs_no_more_code() -> None:
         ["serve", "base", "--adapter-root", "/no/such/folder"],
         ["serve", "base", "--adapter-sources", "my-org"],
         ["serve", "base", "--tool-parser", "xml"],
+        ["serve", "base", "--otlp-traces-endpoint", "collector:4317"],
         ["serve", "base", "--adapter", "nameonly"],
         ["serve", "base", "--adapter", "a=x", "--adapter", "a=y"],
         ["serve", "base", "--adapter", "a=x", "--served-model-name", "a"],

@@ -16,7 +16,7 @@ from loramux.errors import (
     UnknownModel,
 )
 from loramux.testing import expected_prompt_logprobs, expected_tokens
-from loramux.types import RequestId
+from loramux.types import RequestId, Waited
 from tests.unit.small_engine import SmallEngine
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -60,6 +60,39 @@ def test_more_adapters_than_slots_are_all_answered(make: Make) -> None:
     for model, request_id in ids.items():
         assert engine.outcomes[request_id][0].tokens == following(4, model)
     assert engine.core.stats().max_step_adapters == 1
+
+
+def test_the_first_delta_of_each_completion_tells_how_long_it_waited(make: Make) -> None:
+    engine = make(adapters=["a", "b"], num_slots=1)
+    first = engine.submit("a", PROMPT, max_tokens=3)
+    engine.step()
+    second, base = engine.submit("b", PROMPT, max_tokens=3, n=2), engine.submit(None, PROMPT)
+    engine.now = 2.0
+    engine.step()
+    engine.now = 7.0
+    engine.run()
+    assert engine.outcomes[first][0].waits == [Waited(0.0, 0.0)]
+    assert [one.waits for one in engine.outcomes[second]] == [[Waited(7.0, 5.0)]] * 2
+    assert engine.outcomes[base][0].waits == [Waited(2.0, 0.0)]
+
+
+def test_a_preempted_request_tells_of_its_first_wait_alone(make: Make) -> None:
+    engine = make(num_blocks=8, max_step_tokens=32)
+    ids = [engine.submit(None, [i] * 12, max_tokens=8) for i in range(2)]
+    while engine.core.has_work:
+        engine.step()
+        engine.now += 1.0
+    assert engine.core.stats().preemptions == 1
+    assert [engine.outcomes[i][0].waits for i in ids] == [[Waited(0.0, 0.0)]] * 2
+
+
+def test_what_never_started_tells_of_no_wait(make: Make) -> None:
+    engine = make(adapters=["a", "b"], num_slots=1)
+    engine.submit("a", PROMPT, max_tokens=3)
+    engine.step()
+    waiting = engine.submit("b", PROMPT)
+    engine.abort(waiting)
+    assert engine.outcomes[waiting][0].waits == []
 
 
 def test_a_preempted_request_has_the_same_answer(make: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import shlex
@@ -11,11 +12,14 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from loramux.config import EngineOptions, ServerOptions
+from loramux.errors import ConfigError
+from loramux.server import otlp, spans
 from loramux.server.app import create_app
+from loramux.server.key_file import read_keys
+from loramux.server.keys import Key, Keyring
 from loramux.testing import FakeEngine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -28,12 +32,13 @@ def yaml_of(name: str) -> list[dict[str, Any]]:
 
 def served_metrics() -> set[str]:
     """Every sample name that the server's /metrics can have."""
-    app = create_app(FakeEngine(adapters={"a": "/a"}))
+    keyring = Keyring([Key(name="k", digest=bytes(32))], open_inference=False)
+    app = create_app(FakeEngine(adapters={"a": "/a"}), keyring=keyring)
     metrics = app.state.context.metrics
     metrics.count("/health", 200)
     metrics.count_adapter("a")
     metrics.timer("/v1/completions")
-    text = generate_latest(metrics.registry).decode()
+    text = asyncio.run(metrics.text()).decode()
     found = {f.name: f.type for f in text_string_to_metric_families(text)}
     suffixes = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",), "gauge": ("",)}
     return {name + suffix for name, kind in found.items() for suffix in suffixes[kind]}
@@ -92,13 +97,12 @@ KINDS = ("startup", "liveness", "readiness")
 
 def commands() -> dict[str, list[str]]:
     [compose] = yaml_of("compose.yaml")
-    deployment, _ = yaml_of("kubernetes.yaml")
     unit = (DEPLOY / "loramux.service").read_text(encoding="utf-8")
     start = re.search(r"^ExecStart=\S+ serve (.*)$", unit, re.MULTILINE)
     assert start is not None
     return {
         "compose": compose["services"]["loramux"]["command"],
-        "kubernetes": deployment["spec"]["template"]["spec"]["containers"][0]["args"],
+        "kubernetes": pod()["containers"][0]["args"],
         "systemd": shlex.split(start[1]),
     }
 
@@ -110,19 +114,91 @@ def test_commands_use_options_that_there_are(where: str) -> None:
     assert set(options) - serve_options() == set()
 
 
-def test_time_to_stop_is_longer_than_the_servers_own() -> None:
-    grace = ServerOptions().shutdown_grace
+def pod() -> dict[str, Any]:
     deployment, _ = yaml_of("kubernetes.yaml")
+    return deployment["spec"]["template"]["spec"]
+
+
+def keys_that_are_mounted() -> dict[str, str]:
+    """Where each platform puts the file of keys."""
+    [compose] = yaml_of("compose.yaml")
+    [secret] = compose["services"]["loramux"]["secrets"]
+    assert "file" in compose["secrets"][secret]
+    [container] = pod()["containers"]
+    [mount] = [m for m in container["volumeMounts"] if m["name"] == "keys"]
+    assert "subPath" not in mount, "a change would not arrive"
+    unit = (DEPLOY / "loramux.service").read_text(encoding="utf-8")
+    credential = re.search(r"^LoadCredential=([^:]+):/", unit, re.MULTILINE)
+    assert credential is not None
+    return {
+        "compose": f"/run/secrets/{secret}",
+        "kubernetes": f"{mount['mountPath']}/keys.toml",
+        "systemd": f"${{CREDENTIALS_DIRECTORY}}/{credential[1]}",
+    }
+
+
+@pytest.mark.parametrize("where", ["compose", "kubernetes", "systemd"])
+def test_each_command_reads_the_keys_where_they_are_mounted(where: str) -> None:
+    words = " ".join(commands()[where]).replace("=", " ").split()
+    assert words[words.index("--keys") + 1] == keys_that_are_mounted()[where]
+
+
+def test_keys_that_have_not_been_filled_in_end_the_start_and_say_so() -> None:
+    with pytest.raises(ConfigError, match=r"key 1: sha256 must be 64 hexadecimal digits: printf"):
+        read_keys(str(DEPLOY / "keys.toml"), {})
+
+
+def test_keys_that_have_been_filled_in_are_let_in(tmp_path: Path) -> None:
+    text = (DEPLOY / "keys.toml").read_text(encoding="utf-8")
+    assert text.count('sha256 = "replace"') == text.count("[[key]]")
+    for digit in "01":
+        text = text.replace('"replace"', f'"{digit * 64}"', 1)
+    path = tmp_path / "keys.toml"
+    path.touch(mode=0o600)
+    path.write_text(text)
+    assert [(key.infer, key.admin) for key in read_keys(str(path), {}).keys] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_the_mode_of_the_secret_is_one_that_plain_keys_may_have(tmp_path: Path) -> None:
+    [volume] = [v for v in pod()["volumes"] if v["name"] == "keys"]
+    path = tmp_path / "keys.toml"
+    path.write_text('[[key]]\nname = "a"\nkey = "sk-plain"\n')
+    path.chmod(volume["secret"]["defaultMode"])
+    assert oct(path.stat().st_mode & 0o777) == "0o440"
+    read_keys(str(path), {})
+
+
+def test_the_pod_runs_as_the_user_of_the_image() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    uids = re.findall(r"useradd --uid (\d+) ", dockerfile)
+    context = pod()["securityContext"]
+    assert {context[f] for f in ("runAsUser", "runAsGroup", "fsGroup")} == {int(u) for u in uids}
+    assert uids[0] in (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+
+
+def test_the_first_process_of_every_image_passes_signals_on() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    entries = re.findall(r"^ENTRYPOINT (.*)$", dockerfile, re.MULTILINE)
+    assert len(entries) == dockerfile.count("--no-install-recommends") == 2
+    assert {tuple(json.loads(entry)) for entry in entries} == {("tini", "--", "loramux", "serve")}
+    assert len(re.findall(r"--no-install-recommends .*\btini\b", dockerfile)) == 2
+
+
+def test_time_to_stop_is_longer_than_the_servers_own() -> None:
+    grace = ServerOptions().shutdown_grace + otlp._FLUSH_SECONDS + spans._CUT_OFF_SECONDS
     [compose] = yaml_of("compose.yaml")
     unit = (DEPLOY / "loramux.service").read_text(encoding="utf-8")
     stop = re.search(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
     assert stop is not None
     given = [
-        deployment["spec"]["template"]["spec"]["terminationGracePeriodSeconds"],
+        pod()["terminationGracePeriodSeconds"],
         int(compose["services"]["loramux"]["stop_grace_period"].removesuffix("s")),
         int(stop[1]),
     ]
-    assert min(given) > grace
+    assert min(given) > grace + 10, "the engine's last step takes some, too"
 
 
 def test_files_that_are_mounted_and_copied_are_there() -> None:

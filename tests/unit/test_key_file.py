@@ -175,24 +175,37 @@ def test_bytes_that_are_no_text_are_no_toml(path: Path) -> None:
         read_keys(str(path), {})
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
-def test_plain_keys_that_others_may_read_are_warned_of(
-    path: Path, mode: int, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("mode", [0o604, 0o644, 0o444])
+def test_plain_keys_that_everyone_may_read_are_refused(path: Path, mode: int) -> None:
+    path.write_text(PLAIN)
     path.chmod(mode)
-    read(path, PLAIN)
-    [warning] = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert str(path) in warning.getMessage()
-    assert "chmod 600" in warning.getMessage()
+    with pytest.raises(ConfigError, match=rf"'{path}' holds keys in plain text .* chmod 600"):
+        read_keys(str(path), {})
 
 
-@pytest.mark.parametrize(("mode", "text"), [(0o600, PLAIN), (0o644, HASHED)])
-def test_what_only_its_owner_may_read_or_holds_digests_is_fine(
-    path: Path, mode: int, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("text", [PLAIN, HASHED])
+@pytest.mark.parametrize("mode", [0o602, 0o666])
+def test_a_file_that_everyone_may_write_is_refused(path: Path, mode: int, text: str) -> None:
+    path.write_text(text)
     path.chmod(mode)
-    read(path, text)
-    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    with pytest.raises(ConfigError, match=rf"'{path}' can be written by everyone.*chmod o-w"):
+        read_keys(str(path), {})
+
+
+@pytest.mark.parametrize(
+    ("mode", "text"),
+    [
+        (0o600, PLAIN),
+        (0o440, PLAIN),  # a secret of Kubernetes with its group, a credential of systemd
+        (0o400, PLAIN),
+        (0o644, HASHED),
+        (0o444, HASHED),
+    ],
+)
+def test_what_a_group_may_read_or_holds_digests_is_fine(path: Path, mode: int, text: str) -> None:
+    path.write_text(text)
+    path.chmod(mode)
+    assert [key.name for key in read_keys(str(path), {}).keys] == ["a"]
 
 
 def test_the_log_has_names_and_no_keys(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -46,6 +46,55 @@ def test_more_than_the_capacity_needs_a_full_bucket(clock: FakeClock) -> None:
     assert bucket.wait(50) == pytest.approx(0.5)
 
 
+def test_a_bucket_that_changes_keeps_what_it_holds(clock: FakeClock) -> None:
+    bucket = Bucket(rate=1.0, capacity=10.0, clock=clock)
+    bucket.take(8)
+    clock.now += 1.0  # 3 are left, at the old rate
+    bucket.change(rate=4.0, capacity=100.0)
+    assert bucket.wait(3) == 0
+    assert bucket.wait(11) == pytest.approx(2.0)
+    bucket.change(rate=1.0, capacity=2.0)
+    assert bucket.wait(2) == 0
+    bucket.take(2)
+    assert bucket.wait(1) == pytest.approx(1.0)
+
+
+def test_a_debt_outlives_a_change(clock: FakeClock) -> None:
+    bucket = Bucket(rate=1.0, capacity=10.0, clock=clock)
+    bucket.take(30)
+    bucket.change(rate=10.0, capacity=100.0)
+    assert bucket.wait(10) == pytest.approx(3.0)
+
+
+def test_limits_that_change_hold_at_once_and_give_no_new_start(clock: FakeClock) -> None:
+    one = account(clock, requests_per_second=2, tokens_per_minute=60)
+    one.enter()
+    one.enter()
+    one.spend(60)
+    one.change_limits(Limits(requests_per_second=2, tokens_per_minute=60, max_in_flight=1))
+    with pytest.raises(KeyLimitReached, match="max_in_flight of 1"):
+        one.enter()
+    one.leave()
+    one.leave()
+    with pytest.raises(KeyLimitReached, match="requests_per_second of 2"):
+        one.enter()
+    with pytest.raises(KeyLimitReached, match="tokens_per_minute of 60"):
+        one.spend_prompt(1)
+    one.change_limits(Limits())
+    one.enter()
+    one.spend_prompt(1000)
+    assert (one.num_requests, one.num_tokens, one.in_flight) == (5, 1060, 1)
+
+
+def test_a_limit_that_is_new_begins_full(clock: FakeClock) -> None:
+    one = account(clock)
+    one.spend(1000)
+    one.change_limits(Limits(tokens_per_minute=60))
+    one.spend_prompt(60)
+    with pytest.raises(KeyLimitReached):
+        one.spend_prompt(1)
+
+
 def test_who_waits_as_long_as_was_said_finds_enough() -> None:
     draw = random.Random(0)
     for _ in range(2_000):
@@ -127,43 +176,39 @@ def test_places_are_given_back(clock: FakeClock) -> None:
 
 def test_tokens_a_minute_come_back_evenly(clock: FakeClock) -> None:
     tenant = account(clock, tokens_per_minute=600)
-    tenant.check_prompt(600)
-    tenant.spend(600)
+    tenant.spend_prompt(600)
     with pytest.raises(KeyLimitReached, match="tokens_per_minute of 600") as refused:
-        tenant.check_prompt(100)
+        tenant.spend_prompt(100)
     assert refused.value.retry_after == 10
     clock.now += 10
-    tenant.check_prompt(100)
+    tenant.spend_prompt(100)
 
 
 def test_answers_may_go_below_zero_and_hold_off_the_next_prompt(clock: FakeClock) -> None:
     tenant = account(clock, tokens_per_minute=60)
-    tenant.check_prompt(60)
-    tenant.spend(60)
+    tenant.spend_prompt(60)
     for _ in range(120):
         tenant.spend(1)
     with pytest.raises(KeyLimitReached) as refused:
-        tenant.check_prompt(1)
+        tenant.spend_prompt(1)
     assert refused.value.retry_after == 121
 
 
 def test_a_prompt_above_the_minutes_tokens_gets_its_turn(clock: FakeClock) -> None:
     tenant = account(clock, tokens_per_minute=60)
-    tenant.check_prompt(100)
-    tenant.spend(100)
+    tenant.spend_prompt(100)
     clock.now += 99
     with pytest.raises(KeyLimitReached):
-        tenant.check_prompt(100)
+        tenant.spend_prompt(100)
     clock.now += 1
-    tenant.check_prompt(100)
+    tenant.spend_prompt(100)
 
 
 def test_without_limits_nothing_is_refused_and_all_is_counted(clock: FakeClock) -> None:
     tenant = account(clock)
     for _ in range(1_000):
         tenant.enter()
-        tenant.check_prompt(10**9)
-        tenant.spend(10**9)
+        tenant.spend_prompt(10**9)
     assert (tenant.in_flight, tenant.num_requests, tenant.num_tokens) == (1_000, 1_000, 10**12)
     assert not tenant.num_refused
 
@@ -172,7 +217,7 @@ def test_refusals_are_counted_by_limit(clock: FakeClock) -> None:
     tenant = account(clock, max_in_flight=1, tokens_per_minute=1)
     tenant.enter()
     tenant.spend(5)
-    for refuse in (tenant.enter, tenant.enter, lambda: tenant.check_prompt(1)):
+    for refuse in (tenant.enter, tenant.enter, lambda: tenant.spend_prompt(1)):
         with pytest.raises(KeyLimitReached):
             refuse()
     assert tenant.num_refused == {"max_in_flight": 2, "tokens_per_minute": 1}

@@ -15,6 +15,8 @@ from loramux.cli.logs import setup_logging
 from loramux.cli.options import parse_adapters, with_options
 from loramux.config import EngineOptions, ServerOptions
 from loramux.server.key_file import read_keys
+from loramux.server.key_watch import watching_keys
+from loramux.server.tracing import start_tracing
 
 if TYPE_CHECKING:
     from loramux.engine.interface import Service
@@ -43,6 +45,7 @@ def serve(
         raise typer.BadParameter(f"--adapter-root {server.adapter_root} is no directory")
     setup_logging(server.log_format)
     keyring = read_keys(server.keys, os.environ)
+    tracing = start_tracing(server.otlp_traces_endpoint, os.environ)
 
     from loramux.server.listen import bind, serve_app
 
@@ -58,11 +61,13 @@ def serve(
         running = AsyncEngine(ServiceProcess(build))
 
         async def run() -> None:
-            await running.start()
-            try:
-                await serve_app(create_app(running, options=server, keyring=keyring), sock)
-            finally:
-                await running.stop()
+            async with watching_keys(keyring, server.keys, os.environ):
+                await running.start()
+                try:
+                    app = create_app(running, options=server, keyring=keyring, tracing=tracing)
+                    await serve_app(app, sock)
+                finally:
+                    await running.stop()
 
         asyncio.run(run())
 

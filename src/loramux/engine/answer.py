@@ -92,6 +92,7 @@ class Answer:
         if self._is_first and asked and not request.wants_prompt_logprobs:
             prompt_logprobs = (None, *request.prompt_logprobs)
         cached_tokens = request.num_cached if self._is_first else 0
+        waited = request.waited if self._is_first else None
         self._is_first = False
         return Delta(
             request_id=request.parent_id,
@@ -104,4 +105,5 @@ class Answer:
             prompt_logprobs=prompt_logprobs,
             cached_tokens=cached_tokens,
             error=error,
+            waited=waited,
         )

@@ -32,8 +32,8 @@ def main(fd: int, parent: int) -> None:
     sock = socket.socket(fileno=fd)
     die_with(parent)
     # Ctrl-C goes to all processes of a terminal and a unit's stop to all of a unit's; requests that
-    # run are to finish first, and when they have the parent knows.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # run are to finish first, and when they have the parent knows. What a hangup means, too.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     try:
         sys.path[:] = receive(sock)

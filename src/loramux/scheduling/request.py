@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from loramux.guide import Matcher
 from loramux.scheduling.prefixes import PrefixKeys
-from loramux.types import AdapterId, RequestId, SamplingParams, TokenLogprobs
+from loramux.types import AdapterId, RequestId, SamplingParams, TokenLogprobs, Waited
 
 
 @dataclass(eq=False, slots=True)
@@ -53,6 +53,8 @@ class Request:
     """By the scheduler's clock."""
     without_slot_since: float | None = None
     """When it could first have started but for the slot of its adapter."""
+    waited: Waited | None = None
+    """Up to its first start."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def note_without_slot(self, now: float) -> None:

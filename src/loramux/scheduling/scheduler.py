@@ -17,7 +17,7 @@ from loramux.scheduling.request import Request
 from loramux.scheduling.sequence_blocks import SequenceBlocks
 from loramux.scheduling.slot_use import SlotUse
 from loramux.scheduling.tally import Tally
-from loramux.types import AdapterId, RequestId
+from loramux.types import AdapterId, RequestId, Waited
 
 
 @dataclass(frozen=True)
@@ -330,10 +330,12 @@ class Scheduler:
             budget -= count
 
     def _note_first_start(self, request: Request, now: float) -> None:
-        self.queue_waits.observe(now - request.queued_at)
+        since = request.without_slot_since
+        without_slot = 0.0 if since is None else now - since
+        request.waited = Waited(now - request.queued_at, without_slot)
+        self.queue_waits.observe(request.waited.queue_seconds)
         if request.adapter_id is not None:
-            since = request.without_slot_since
-            self.slot_waits.observe(0.0 if since is None else now - since)
+            self.slot_waits.observe(without_slot)
 
     def _sequence_step(self, request: Request, count: int) -> SequenceStep:
         start, num_tokens = request.num_computed, request.num_tokens

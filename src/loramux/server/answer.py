@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,7 +14,14 @@ from loramux.errors import EngineStopped, LoramuxError
 from loramux.server.errors import DeadlineExceeded, GenerationFailed
 from loramux.server.limits import Account
 from loramux.server.metrics import Timer
-from loramux.types import Delta, FinishReason, GenerationRequest, SamplingParams, TokenLogprobs
+from loramux.types import (
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    TokenLogprobs,
+    Waited,
+)
 
 PromptLogprobs = Sequence[TokenLogprobs | None]
 
@@ -85,10 +93,15 @@ class Answer:
     ) -> None:
         """As ``submit`` has it; ``deadline`` is by the event loop's clock."""
         self.deadline = deadline
+        self.timer = timer
+        self.submitted = time.perf_counter()
+        self.waited: Waited | None = None
+        """Of the first sequence that has got a token."""
+        self.finish_reasons: dict[int, FinishReason] = {}
+        """By the number of the choice, for those that have ended."""
         self._streams = streams
         self._n = n
         self._num_prompt_tokens = num_prompt_tokens
-        self._timer = timer
         self._seconds = seconds
         self._interval = interval
         self._account = account
@@ -175,14 +188,14 @@ class Answer:
             async with aclosing(merged) as batches:
                 async for batch in batches:
                     for part in self._joined(batch):
-                        self._timer.tokens(part.index, len(part.token_ids))
+                        self.timer.tokens(part.index, len(part.token_ids))
                         yield part
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the answer was not complete after {self._seconds:g} seconds: allow more "
                 "(timeout, or the server's --max-request-seconds) or ask for fewer tokens"
             ) from None
-        self._timer.finish()
+        self.timer.finish()
 
     async def collect(self) -> list[Part]:
         """Every choice as one part, by index. Raises as ``parts`` does."""
@@ -220,6 +233,9 @@ class Answer:
         first = index not in self._begun
         self._begun.add(index)
         self._num_output_tokens += len(delta.token_ids)
+        self.waited = self.waited or delta.waited
+        if delta.finish_reason is not None:
+            self.finish_reasons[index] = delta.finish_reason
         if delta.index == 0:
             self._num_cached_tokens += delta.cached_tokens
         return Part(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 from fastapi import APIRouter, FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -15,6 +18,10 @@ from loramux.server.key_file import read_keys
 from loramux.server.keys import Keyring
 from loramux.server.metrics import Metrics
 from loramux.server.middleware import RequestMiddleware
+from loramux.server.tracing import start_tracing
+
+if TYPE_CHECKING:
+    from loramux.server.spans import Tracing
 
 router = APIRouter()
 
@@ -25,23 +32,30 @@ def create_app(
     options: ServerOptions | None = None,
     base_name: str | None = None,
     keyring: Keyring | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The HTTP server over a running engine, which the caller starts and stops.
 
     Requests call the base model ``base_name``; by default the name in ``options``, else the
     engine's own. The keys of ``keyring`` are let in; by default those of the file in ``options``,
-    and then ConfigError is raised where that cannot be read.
+    and then ConfigError is raised where that cannot be read. Requests leave spans by ``tracing``;
+    by default by what ``options`` say, and then MissingPackage is raised where packages are missing
+    for it. ``serve_app`` stops it.
     """
     options = options or ServerOptions()
     if keyring is None:
         keyring = read_keys(options.keys, {})
+    if tracing is None:
+        tracing = start_tracing(options.otlp_traces_endpoint, os.environ)
     name = base_name or options.served_model_name or engine.base_name
     app = FastAPI(title="loramux", version=__version__)
-    metrics = Metrics(engine, max_adapters=options.metrics_adapters, accounts=keyring.accounts)
-    app.state.context = ServerContext(engine, options, name, metrics, keyring)
+    metrics = Metrics(engine, max_adapters=options.metrics_adapters, keyring=keyring)
+    app.state.context = ServerContext(engine, options, name, metrics, keyring, tracing)
     errors.install(app)
     openapi.install(app)
-    app.add_middleware(RequestMiddleware, metrics=metrics, access_log=options.access_log)
+    app.add_middleware(
+        RequestMiddleware, metrics=metrics, access_log=options.access_log, tracing=tracing
+    )
     parts = (models, completions, chat, tokenizing, adapters)
     for part in (router, *(module.router for module in parts)):
         app.include_router(part)

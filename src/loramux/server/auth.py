@@ -28,8 +28,10 @@ async def _asker(request: Request, caller: Reader) -> Caller:
 
     Raises Unauthorized, InferenceRefused, or KeyLimitReached.
     """
-    if caller.key is not None and not caller.key.infer:
-        raise InferenceRefused(caller.key.name)
+    if caller.key is not None:
+        request.state.facts.key = caller.key.name
+        if not caller.key.infer:
+            raise InferenceRefused(caller.key.name)
     caller.account.enter()
     request.state.at_end.callback(caller.account.leave)
     return caller
@@ -48,7 +50,7 @@ async def _admit_admin(request: Request, context: Context) -> None:
         return
     remedy = "use an admin key"
     if not any(key.admin for key in keyring.keys):
-        remedy = "the server has no admin key, start it with one"
+        remedy = "the server has no admin key, give it one"
     raise AdminRefused(f"the key {key.name!r} may not load, change or unload adapters: {remedy}")
 
 

@@ -31,6 +31,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request, context: Context, caller: Asker) -> Response:
     """Answer a conversation; see ``ChatRequest`` for the fields."""
     body = await read_json(request, ChatRequest, limit=context.options.max_body_bytes)
+    request.state.facts.note_body(body)
     params, tools = body.params(), offered_tools(body)
     messages = conversation(body.messages)
     codec = await context.codec_of(body.model, caller)

@@ -28,6 +28,7 @@ router = APIRouter()
 async def create_completion(request: Request, context: Context, caller: Asker) -> Response:
     """Continue each prompt; see ``CompletionRequest`` for the fields."""
     body = await read_json(request, CompletionRequest, limit=context.options.max_body_bytes)
+    request.state.facts.note_body(body)
     params = body.params()
     codec = await context.codec_of(body.model, caller)
     prompts = [await encode(codec, prompt) for prompt in body.prompt]

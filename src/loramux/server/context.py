@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 
@@ -15,6 +15,9 @@ from loramux.errors import EngineStopped, UnknownModel
 from loramux.server.keys import Caller, Keyring
 from loramux.server.metrics import Metrics
 from loramux.types import AdapterInfo
+
+if TYPE_CHECKING:
+    from loramux.server.spans import Tracing
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class ServerContext:
     base_name: str
     metrics: Metrics
     keyring: Keyring
+    tracing: Tracing | None = None
+    """Of requests to models, where the operator wants it."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix time of the start, which ``/v1/models`` reports."""
     stopping: threading.Event = field(default_factory=threading.Event)

@@ -156,6 +156,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(LoramuxError)
     def _typed(request: Request, error: LoramuxError) -> JSONResponse:
+        request.state.facts.note_error(error)
         return JSONResponse(describe(error), error.http_status, headers=_headers(error))
 
     @app.exception_handler(HTTPException)

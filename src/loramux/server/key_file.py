@@ -37,23 +37,33 @@ def read_keys(
 ) -> Keyring:
     """The keys of the file at ``path`` or in ``LORAMUX_KEYS``, and of two more variables.
 
-    Raises ConfigError for a file that cannot be read, and for a key that is written wrongly, which
-    it names.
+    Raises ConfigError for a file that cannot be read or that everyone can, and for a key that is
+    written wrongly, which it names.
     """
-    if path is None:
-        path = environ.get(FILE_VARIABLE)
-    keys = [] if path is None else _read_file(path)
-    for variable, admin in ((API_KEY_VARIABLE, False), (ADMIN_KEY_VARIABLE, True)):
-        if variable in environ:
-            digest = _digest_of(environ[variable], variable)
-            keys.append(Key(name=variable, digest=digest, admin=admin, infer=not admin))
-    _check_distinct(keys)
+    path = keys_path(path, environ)
+    keys = load_keys(path, environ)
     # A file guards requests even when no key in it may send any: taking out the last tenant must
     # not let everyone in.
     guarded = path is not None or any(key.infer for key in keys)
     if keys:
         logger.info("keys: %s", ", ".join(map(_described, keys)))
     return Keyring(keys, open_inference=not guarded, clock=clock)
+
+
+def keys_path(path: str | None, environ: Mapping[str, str]) -> str | None:
+    """Where the file of keys is, if there is one: at ``path``, or else as the variable says."""
+    return environ.get(FILE_VARIABLE) if path is None else path
+
+
+def load_keys(path: str | None, environ: Mapping[str, str]) -> list[Key]:
+    """Those of the file, if there is one, and of the two variables. Raises as ``read_keys``."""
+    keys = [] if path is None else _read_file(path)
+    for variable, admin in ((API_KEY_VARIABLE, False), (ADMIN_KEY_VARIABLE, True)):
+        if variable in environ:
+            digest = _digest_of(environ[variable], variable)
+            keys.append(Key(name=variable, digest=digest, admin=admin, infer=not admin))
+    _check_distinct(keys)
+    return keys
 
 
 def _described(key: Key) -> str:
@@ -82,13 +92,21 @@ def _read_file(path: str) -> list[Key]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise ConfigError(f"{place} holds no keys: write each one under [[key]]")
     keys = [_read_key(table, f"{place}, key {i}") for i, table in enumerate(tables, 1)]
-    if mode & (stat.S_IRGRP | stat.S_IROTH) and any("key" in table for table in tables):
-        logger.warning(
-            "%s holds keys in plain text and others than its owner may read it: chmod 600 it, or "
-            "write sha256 in place of key",
-            place,
-        )
+    _check_mode(mode, place, has_plain_keys=any("key" in table for table in tables))
     return keys
+
+
+def _check_mode(mode: int, place: str, *, has_plain_keys: bool) -> None:
+    # The group may: secrets of Kubernetes and credentials of systemd come that way.
+    if mode & stat.S_IWOTH:
+        raise ConfigError(
+            f"{place} can be written by everyone, who could let themselves in: chmod o-w it"
+        )
+    if mode & stat.S_IROTH and has_plain_keys:
+        raise ConfigError(
+            f"{place} holds keys in plain text and everyone may read it: chmod 600 it, or write "
+            "sha256 in place of key"
+        )
 
 
 def _read_key(table: dict[str, Any], place: str) -> Key:

@@ -58,21 +58,39 @@ class Caller:
 
 
 class Keyring:
-    """All keys of one server, and what each has used."""
+    """All keys of one server, and what each has used. Belongs to one event loop."""
 
     def __init__(
         self, keys: Sequence[Key] = (), *, open_inference: bool, clock: Clock = time.monotonic
     ) -> None:
         """``open_inference``: requests to models need no key, and no limit holds for them."""
-        self.keys = tuple(keys)
         self.open_inference = open_inference
         self.anyone = Caller(None, Account("anyone", Limits(), clock=clock))
-        self._callers = [Caller(k, Account(k.name, k.limits, clock=clock)) for k in keys]
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+        self.replace(keys)
+
+    def replace(self, keys: Sequence[Key]) -> None:
+        """Let in these and no others from now on; requests that run go on.
+
+        A name keeps its account, with the limits that it has now.
+        """
+        self._callers = [Caller(key, self._account_of(key)) for key in keys]
+        self.keys = tuple(keys)
+        self.is_current = True
+        """Whether the newest attempt to read them has succeeded."""
+        self.read_at = time.time()
+        """Unix time of the last one that has."""
+
+    def note_failure(self) -> None:
+        """The keys could not be read again."""
+        self.is_current = False
 
     @property
     def accounts(self) -> list[Account]:
-        """What each key has used, in the order of the keys."""
-        return [caller.account for caller in self._callers]
+        """What each key has used, in the order in which they came: those that are gone, too, since
+        requests of theirs may run, and counters must not fall when one comes back."""
+        return list(self._accounts.values())
 
     def find(self, key: bytes) -> Caller | None:
         """Who has this key. It is compared with all, so the time taken tells nothing of any."""
@@ -83,3 +101,11 @@ class Keyring:
             if hmac.compare_digest(caller.key.digest, digest):
                 found = caller
         return found
+
+    def _account_of(self, key: Key) -> Account:
+        account = self._accounts.get(key.name)
+        if account is None:
+            account = self._accounts[key.name] = Account(key.name, key.limits, clock=self._clock)
+        else:
+            account.change_limits(key.limits)
+        return account

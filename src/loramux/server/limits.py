@@ -37,6 +37,12 @@ class Bucket:
         self._level = capacity
         self._filled = clock()
 
+    def change(self, *, rate: float, capacity: float) -> None:
+        """From now on; what it holds stays, as far as there is room."""
+        self._fill()
+        self._rate, self._capacity = rate, capacity
+        self._level = min(self._level, capacity)
+
     def wait(self, amount: float) -> float:
         """Seconds until it holds ``amount``, or all that it can hold where that is less."""
         self._fill()
@@ -68,13 +74,29 @@ class Account:
         """Of prompts and of answers."""
         self.num_refused: Counter[str] = Counter()
         """Requests by the limit that they met."""
+        self._clock = clock
+        self._requests: Bucket | None = None
+        self._tokens: Bucket | None = None
+        self.change_limits(limits)
+
+    def change_limits(self, limits: Limits) -> None:
+        """Hold it to these from now on. What it has used counts: a change is no new start."""
         self._limits = limits
-        self._requests = self._tokens = None
-        if (a_second := limits.requests_per_second) is not None:
-            # Less than one would never let a request in.
-            self._requests = Bucket(rate=a_second, capacity=max(1.0, a_second), clock=clock)
-        if (a_minute := limits.tokens_per_minute) is not None:
-            self._tokens = Bucket(rate=a_minute / 60, capacity=a_minute, clock=clock)
+        self._requests = self._changed(self._requests, limits.requests_per_second, seconds=1)
+        self._tokens = self._changed(self._tokens, limits.tokens_per_minute, seconds=60)
+
+    def _changed(
+        self, old: Bucket | None, amount: float | None, *, seconds: float
+    ) -> Bucket | None:
+        """A bucket that holds, and gets in so many ``seconds``, an ``amount``."""
+        if amount is None:
+            return None
+        # Less than one would never let a request in.
+        rate, capacity = amount / seconds, max(1.0, amount)
+        if old is None:
+            return Bucket(rate=rate, capacity=capacity, clock=self._clock)
+        old.change(rate=rate, capacity=capacity)
+        return old
 
     def enter(self) -> None:
         """Take a place for a request, which ``leave`` must give back. Raises KeyLimitReached."""

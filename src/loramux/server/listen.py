@@ -47,7 +47,8 @@ def bind(host: str, port: int) -> socket.socket:
 async def serve_app(app: FastAPI, sock: socket.socket) -> None:
     """Serve ``app`` on a socket of ``bind`` until SIGINT or SIGTERM.
 
-    Then nothing new is taken, and what runs has the option ``shutdown_grace`` to finish.
+    Then nothing new is taken, what runs has the option ``shutdown_grace`` to finish, and spans that
+    have not been sent are, within a few seconds.
     """
     config = uvicorn.Config(
         app,
@@ -61,7 +62,11 @@ async def serve_app(app: FastAPI, sock: socket.socket) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(_context(app).options.shutdown_grace),
     )
-    await _Server(config).serve(sockets=[sock])
+    try:
+        await _Server(config).serve(sockets=[sock])
+    finally:
+        if (tracing := _context(app).tracing) is not None:
+            await tracing.stop()
 
 
 class _Server(uvicorn.Server):

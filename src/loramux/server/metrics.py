@@ -17,7 +17,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from loramux.engine.interface import Engine
-from loramux.server.limits import Account
+from loramux.server.keys import Keyring
 from loramux.types import EngineStats
 from loramux.types import Histogram as Observed
 
@@ -77,16 +77,13 @@ _REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Metrics:
     """The metrics of one app, in a registry of their own. Times are in seconds."""
 
-    def __init__(self, engine: Engine, *, max_adapters: int, accounts: Sequence[Account]) -> None:
-        """``max_adapters`` get labels of their own, the first that are asked for.
-
-        ``accounts`` are those of the keys.
-        """
+    def __init__(self, engine: Engine, *, max_adapters: int, keyring: Keyring) -> None:
+        """``max_adapters`` get labels of their own, the first that are asked for."""
         self.registry = CollectorRegistry()
         self._engine = engine
         self._engine_figures = _EngineCollector()
         self.registry.register(self._engine_figures)
-        self.registry.register(_KeyCollector(accounts))
+        self.registry.register(_KeyCollector(keyring))
         self._requests = Counter(
             "loramux_http_requests",
             "HTTP requests answered; status 499 is a client that went away",
@@ -149,12 +146,14 @@ class Metrics:
 
 
 class Timer:
-    """Measures one request from its making to ``finish``."""
+    """Measures one request from its making to ``finish``, by ``time.perf_counter``."""
 
     def __init__(self, *, first_token: Histogram, next_token: Histogram, whole: Histogram) -> None:
         self._first_token = first_token
         self._next_token = next_token
         self._whole = whole
+        self.first_token: float | None = None
+        self.last_token: float | None = None
         self._started = time.perf_counter()
         self._last: dict[int, float] = {}
 
@@ -163,13 +162,14 @@ class Timer:
         if count == 0:
             return
         now = time.perf_counter()
-        if not self._last:
+        if self.first_token is None:
+            self.first_token = now
             self._first_token.observe(now - self._started)
         elif choice in self._last:
             gap = (now - self._last[choice]) / count
             for _ in range(count):
                 self._next_token.observe(gap)
-        self._last[choice] = now
+        self._last[choice] = self.last_token = now
 
     def finish(self) -> None:
         """The whole answer has arrived."""
@@ -220,8 +220,8 @@ class _EngineCollector(Collector):
 class _KeyCollector(Collector):
     """Reads what each key has used when it is asked for; a key is shown by its name."""
 
-    def __init__(self, accounts: Sequence[Account]) -> None:
-        self._accounts = accounts
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
 
     def collect(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -242,14 +242,24 @@ class _KeyCollector(Collector):
             "Requests to models by key that run or wait",
             labels=["key"],
         )
-        for account in self._accounts:
+        for account in self._keyring.accounts:
             requests.add_metric([account.name], account.num_requests)
             tokens.add_metric([account.name], account.num_tokens)
             in_flight.add_metric([account.name], account.in_flight)
             for limit, count in account.num_refused.items():
                 refused.add_metric([account.name, limit], count)
-        if self._accounts:
+        if self._keyring.accounts:
             yield from (requests, tokens, refused, in_flight)
+            yield GaugeMetricFamily(
+                "loramux_keys_last_reload_successful",
+                "1 where the keys are those that were there to be read last, 0 where that failed",
+                value=int(self._keyring.is_current),
+            )
+            yield GaugeMetricFamily(
+                "loramux_keys_last_reload_success_timestamp_seconds",
+                "Unix time at which the keys that are let in were read",
+                value=self._keyring.read_at,
+            )
 
 
 def _histogram(name: str, text: str, observed: Observed) -> HistogramMetricFamily:

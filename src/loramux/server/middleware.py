@@ -1,12 +1,14 @@
-"""Around every request: its id, its count, its end, and the answer to a fault of our own."""
+"""Around every request: its id, count, span and end, and the answer to a fault of our own."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
 import uuid
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -14,7 +16,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loramux.server import request_log
 from loramux.server.errors import internal_error
+from loramux.server.facts import Facts
 from loramux.server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from loramux.server.spans import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +31,19 @@ CLIENT_CLOSED_REQUEST = 499
 class RequestMiddleware:
     """Plain ASGI, so that streams and disconnects pass through untouched."""
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, access_log: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: Metrics,
+        access_log: bool = False,
+        tracing: Tracing | None = None,
+    ) -> None:
         """``access_log``: leave a line in the log for each request."""
         self._app = app
         self._metrics = metrics
         self._access_log = access_log
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,8 +52,10 @@ class RequestMiddleware:
         request_id = _request_id(Headers(scope=scope).get("x-request-id"))
         state = scope.setdefault("state", {})
         state["id"] = request_id
+        facts = state["facts"] = Facts()
         status = 0
         began = time.perf_counter()
+        span = None if self._tracing is None else self._tracing.begin(scope, request_id)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -54,9 +70,14 @@ class RequestMiddleware:
             state["at_end"] = at_end
             try:
                 await self._app(scope, receive, send_with_id)
-            except ClientDisconnect:
+            except asyncio.CancelledError as error:
+                facts.note_error(error)
+                raise
+            except ClientDisconnect as error:
+                facts.note_error(error)
                 status = CLIENT_CLOSED_REQUEST
-            except Exception:
+            except Exception as error:
+                facts.note_error(error)
                 logger.exception("request %s failed", request_id)
                 if status == 0:
                     await internal_error()(scope, receive, send_with_id)
@@ -64,6 +85,8 @@ class RequestMiddleware:
             finally:
                 endpoint = _endpoint(scope)
                 self._metrics.count(endpoint, status)
+                if span is not None:
+                    span.end(facts, status)
                 if self._access_log:
                     seconds = round(time.perf_counter() - began, 4)
                     request_log.log_request(scope["method"], endpoint, status, seconds)

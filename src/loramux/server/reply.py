@@ -15,6 +15,7 @@ from loramux.errors import LoramuxError
 from loramux.server.answer import Answer, Part, Usage
 from loramux.server.context import ServerContext
 from loramux.server.errors import describe, error_object
+from loramux.server.facts import Facts
 from loramux.server.keys import Caller
 from loramux.server.schema import GenerationFields
 from loramux.server.sse import DONE, EventStreamResponse, event, until_disconnect
@@ -60,6 +61,8 @@ async def reply(
     Raises LoramuxError for what goes wrong before the answer.
     """
     context.check_ready()
+    facts: Facts = request.state.facts
+    facts.params = params
     model = context.engine_model(body.model, caller)
     answer = await Answer.submit(
         context.engine,
@@ -73,10 +76,11 @@ async def reply(
         account=caller.account,
         cache_salt=caller.cache_salt(body.cache_salt),
     )
+    facts.answer, facts.adapter = answer, model
     if model is not None:
         context.metrics.count_adapter(model)
     if body.stream:
-        events = _events(answer, renderer, include_usage=body.include_usage)
+        events = _events(answer, renderer, facts, include_usage=body.include_usage)
         return EventStreamResponse(
             events, on_close=answer.abort, cut_off_at=answer.deadline + _LAST_WORDS_SECONDS
         )
@@ -86,7 +90,7 @@ async def reply(
 
 
 async def _events(
-    answer: Answer, renderer: Renderer, *, include_usage: bool
+    answer: Answer, renderer: Renderer, facts: Facts, *, include_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """Chunks as they are made. The status has been sent, so an error becomes an event too."""
     try:
@@ -96,8 +100,10 @@ async def _events(
         if include_usage:
             yield event(renderer.usage_chunk(answer.usage))
     except LoramuxError as error:
+        facts.note_error(error)
         yield event(describe(error))
-    except Exception:
+    except Exception as error:
+        facts.note_error(error)
         logger.exception("a stream failed")
         yield event(error_object(500, "internal error: see the server's log"))
     yield DONE

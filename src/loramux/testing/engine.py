@@ -29,6 +29,7 @@ from loramux.types import (
     RequestId,
     SourceRules,
     TokenLogprobs,
+    Waited,
 )
 
 NUM_SLOTS = 8
@@ -47,7 +48,7 @@ class FakeEngine:
     ``rules`` those of each load. ``running_adapters`` and ``waiting_adapters`` are what the
     statistics say of them. An adapter in ``codecs`` has a codec of its own. Guides
     change no answer. A prompt finds cached what the one before it, of the same model and salt,
-    begins with.
+    begins with. ``waited`` is what every sequence says of its wait.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class FakeEngine:
         self.requests: list[GenerationRequest] = []
         self.aborted: list[RequestId] = []
         self.rules: list[SourceRules | None] = []
+        self.waited = Waited(0.0, 0.0)
         self.running: set[RequestId] = set()
         self.running_adapters: tuple[str, ...] = ()
         self.waiting_adapters: tuple[str, ...] = ()
@@ -250,6 +252,7 @@ class FakeStream:
             finish_reason=("length" if at_limit else "stop") if last else None,
             prompt_logprobs=self._prompt_logprobs() if position == index == 0 else None,
             cached_tokens=self._cached_tokens if position == 0 else 0,
+            waited=self._engine.waited if position == 0 else None,
         )
 
     def _prompt_logprobs(self) -> tuple[TokenLogprobs | None, ...] | None:
