@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -72,6 +73,22 @@ def test_signal_lets_requests_finish_and_stops_the_engine(number: signal.Signals
             process.send_signal(number)
             assert list(lines)[-2] == "data: [DONE]"
         assert process.wait(timeout=10) == 0
+
+
+def test_a_dead_engine_ends_requests_and_the_server() -> None:
+    with serve() as (process, url, _):
+        body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 90, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+            os.kill(int(children), signal.SIGKILL)
+            last = [line for line in lines if line]
+        assert last[-1] == "data: [DONE]"
+        assert "SIGKILL" in json.loads(last[-2].removeprefix("data: "))["error"]["message"]
+        assert process.wait(timeout=20) == 1
+        assert process.stderr is not None
+        assert "error: the engine's process has ended: SIGKILL" in process.stderr.read()
 
 
 def test_port_that_is_taken_is_one_line() -> None:

@@ -14,6 +14,7 @@ from loramux.adapters.registry import Registry
 from loramux.cli.logs import setup_logging
 from loramux.cli.options import parse_adapters, with_options
 from loramux.config import EngineOptions, ServerOptions
+from loramux.errors import EngineStopped
 from loramux.server.key_file import read_keys
 from loramux.server.key_watch import watching_keys
 from loramux.server.tracing import start_tracing
@@ -35,7 +36,10 @@ def serve(
     engine: EngineOptions,
     server: ServerOptions,
 ) -> None:
-    """Serve BASE and its adapters over an OpenAI-compatible HTTP API."""
+    """Serve BASE and its adapters over an OpenAI-compatible HTTP API.
+
+    Ends with 0 after SIGTERM or SIGINT, with 1 where it cannot start or its engine has died.
+    """
     adapters = parse_adapters(adapter or [])
     if server.served_model_name in adapters:
         raise typer.BadParameter(
@@ -65,9 +69,13 @@ def serve(
                 await running.start()
                 try:
                     app = create_app(running, options=server, keyring=keyring, tracing=tracing)
-                    await serve_app(app, sock)
+                    await serve_app(app, sock, until=running.wait_ended())
+                    failure = running.failure
                 finally:
                     await running.stop()
+            if failure is not None:
+                # Nothing here can be answered any more: whoever has started it may start it again.
+                raise EngineStopped(failure)
 
         asyncio.run(run())
 

@@ -29,6 +29,7 @@ class AsyncEngine:
         self._service = service
         self._streams = Streams(service.abort)
         self._failure: str | None = None
+        self._ended = asyncio.Event()
 
     @property
     def base_name(self) -> str:
@@ -44,6 +45,10 @@ class AsyncEngine:
     def failure(self) -> str | None:
         """Why the engine takes no more requests, once it has ended."""
         return self._failure
+
+    async def wait_ended(self) -> None:
+        """Return once the engine has ended, for whatever reason."""
+        await self._ended.wait()
 
     async def start(self) -> None:
         """Raises LoramuxError."""
@@ -111,6 +116,7 @@ class AsyncEngine:
     def end(self, failure: str) -> None:
         self._failure = failure
         self._streams.fail(failure)
+        self._ended.set()
 
     def _check_alive(self) -> None:
         if self._failure is not None:

@@ -7,7 +7,7 @@ import logging
 import math
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -44,8 +44,10 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve_app(app: FastAPI, sock: socket.socket) -> None:
-    """Serve ``app`` on a socket of ``bind`` until SIGINT or SIGTERM.
+async def serve_app(
+    app: FastAPI, sock: socket.socket, *, until: Awaitable[object] | None = None
+) -> None:
+    """Serve ``app`` on a socket of ``bind`` until SIGINT or SIGTERM, or until ``until`` is done.
 
     Then nothing new is taken, what runs has the option ``shutdown_grace`` to finish, and spans that
     have not been sent are, within a few seconds.
@@ -62,11 +64,20 @@ async def serve_app(app: FastAPI, sock: socket.socket) -> None:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(_context(app).options.shutdown_grace),
     )
+    server = _Server(config)
+    watching = None if until is None else asyncio.create_task(_stop_after(until, server))
     try:
-        await _Server(config).serve(sockets=[sock])
+        await server.serve(sockets=[sock])
     finally:
+        if watching is not None:
+            watching.cancel()
         if (tracing := _context(app).tracing) is not None:
             await tracing.stop()
+
+
+async def _stop_after(until: Awaitable[object], server: _Server) -> None:
+    await until
+    server.stop()
 
 
 class _Server(uvicorn.Server):
@@ -84,6 +95,11 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         _context(self.config.app).stopping.set()
         super().handle_exit(sig, frame)
+
+    def stop(self) -> None:
+        """Stop as after a signal."""
+        _context(self.config.app).stopping.set()
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
