@@ -134,7 +134,15 @@ class Base:
     def model(self) -> Base:
         return self
 
+    @property
+    def base_model(self) -> Base:
+        return self
+
+    def register_forward_hook(self, hook: Any) -> None:
+        self.hook = hook
+
     def __call__(self, *, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
+        self.hook(self, (), (torch.zeros(1, input_ids.shape[1], 3),))
         return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 5))
 
     def begin_step(self, *_: Any, **__: Any) -> None:

@@ -13,6 +13,7 @@ from loramux.engine.adapters import IncomingAdapter
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.core import EngineCore
+from loramux.engine.embedding import numbers_of
 from loramux.engine.languages import Language, Languages
 from loramux.engine.origins import Origin
 from loramux.scheduling.request import Request
@@ -22,8 +23,11 @@ from loramux.testing.worker import VOCAB_SIZE
 from loramux.types import (
     AdapterInfo,
     Delta,
+    EmbeddingRequest,
+    EngineRequest,
     FinishReason,
     GenerationRequest,
+    PoolingParams,
     RequestId,
     SamplingParams,
     TokenLogprobs,
@@ -43,6 +47,7 @@ class Outcome:
     """One entry for each time they were reported."""
     error: str | None = None
     cached_tokens: int = 0
+    embedding: list[float] | None = None
 
     def push(self, delta: Delta) -> None:
         assert self.finish_reason is None, "a delta after the last one"
@@ -53,6 +58,8 @@ class Outcome:
         self.stop_reason = delta.stop_reason
         self.error = delta.error
         self.cached_tokens += delta.cached_tokens
+        if delta.embedding is not None:
+            self.embedding = numbers_of(delta.embedding)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs.append(delta.prompt_logprobs)
 
@@ -180,6 +187,7 @@ class SmallEngine:
         *,
         request_id: RequestId | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         **params: Any,
     ) -> RequestId:
         """Queue a request, greedy unless told otherwise."""
@@ -190,7 +198,30 @@ class SmallEngine:
             model=model,
             request_id=request_id,
             cache_salt=cache_salt,
+            priority=priority,
         )
+        return self.queue(request)
+
+    def embed(
+        self,
+        model: str | None,
+        prompt: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        **params: Any,
+    ) -> RequestId:
+        """Queue a request for a vector."""
+        request = EmbeddingRequest(
+            prompt_token_ids=prompt,
+            params=PoolingParams(**params),
+            model=model,
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        return self.queue(request)
+
+    def queue(self, request: EngineRequest) -> RequestId:
         sequences = self.admission.admit(request)
         self.core.add(sequences)
         self._settle()

@@ -150,7 +150,7 @@ class EngineWalk(RuleBasedStateMachine):
             first = None
             if self.engine.worker.num_outstanding or not self.runs_ahead:
                 running = [s for s in self.engine.sequences if s.running]
-                first = min(running, key=lambda s: s.arrival, default=None)
+                first = min(running, key=lambda s: s.turn, default=None)
             preemptions = first and first.num_preemptions
             deltas = self.engine.step()
             if self.max_wait == math.inf:  # else its adapter may be drained

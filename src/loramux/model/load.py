@@ -37,6 +37,12 @@ class BaseModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers that the head takes for each token."""
+        head: Any = self.model.get_output_embeddings()
+        return head.weight.shape[1]
+
 
 def load_base(path: str, options: ModelOptions) -> BaseModel:
     """Load a model directory. Raises ConfigError or ModelNotServable, with the reason."""
@@ -84,7 +90,8 @@ def adopt(name: str, model: PreTrainedModel, max_model_len: int | None = None) -
             "that use transformers' attention interface can be served",
         )
     head = model.get_output_embeddings()
-    if head is None or "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+    if head is None or model.base_model is model or not takes_rows:
         raise ModelNotServable(name, f"{type(model).__name__} is no causal language model")
     return BaseModel(
         name=name,

@@ -5,13 +5,19 @@ from __future__ import annotations
 from loramux.testing.codec import FakeCodec
 from loramux.testing.engine import FakeEngine, FakeStream
 from loramux.testing.models import random_adapter, tiny_model
-from loramux.testing.worker import FakeWorker, expected_prompt_logprobs, expected_tokens
+from loramux.testing.worker import (
+    FakeWorker,
+    expected_embedding,
+    expected_prompt_logprobs,
+    expected_tokens,
+)
 
 __all__ = [
     "FakeCodec",
     "FakeEngine",
     "FakeStream",
     "FakeWorker",
+    "expected_embedding",
     "expected_prompt_logprobs",
     "expected_tokens",
     "random_adapter",
