@@ -134,15 +134,7 @@ class Base:
     def model(self) -> Base:
         return self
 
-    @property
-    def base_model(self) -> Base:
-        return self
-
-    def register_forward_hook(self, hook: Any) -> None:
-        self.hook = hook
-
     def __call__(self, *, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
-        self.hook(self, (), (torch.zeros(1, input_ids.shape[1], 3),))
         return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 5))
 
     def begin_step(self, *_: Any, **__: Any) -> None:
@@ -150,8 +142,10 @@ class Base:
 
 
 @pytest.fixture
-def context() -> LoraContext:
-    """Slots whose adapters have rank 8, and DoRA in the last one."""
+def context(monkeypatch: pytest.MonkeyPatch) -> LoraContext:
+    """Slots whose adapters have rank 8, and DoRA in the last one; a model without states."""
+    states = SimpleNamespace(take=lambda: None)
+    monkeypatch.setattr(module, "FinalStates", lambda model: states)
     tables = SlotTables(1, SLOTS, CPU)
     for slot in range(SLOTS):
         tables.max_rank[slot] = 8

@@ -7,17 +7,22 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from loramux.model.stack import decoder_layers
+
 
 class FinalStates:
     """Keeps the hidden states of the newest forward pass until they are taken.
 
-    They are seen where the model without its head returns them, so the head and whatever the model
-    does to its logits take no part.
+    They are seen where the module that holds the decoder layers returns them, so the head and
+    whatever the model does to its logits take no part.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._states: Tensor | None = None
-        model.base_model.register_forward_hook(self._note)
+        stack = decoder_layers(model)
+        assert stack is not None, "the examination has found attention in layers"
+        parent, _ = stack
+        parent.register_forward_hook(self._note)
 
     def take(self) -> Tensor:
         """``[T, hidden]`` of a pass that has just run."""

@@ -90,8 +90,7 @@ def adopt(name: str, model: PreTrainedModel, max_model_len: int | None = None) -
             "that use transformers' attention interface can be served",
         )
     head = model.get_output_embeddings()
-    takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-    if head is None or model.base_model is model or not takes_rows:
+    if head is None or "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ModelNotServable(name, f"{type(model).__name__} is no causal language model")
     return BaseModel(
         name=name,
