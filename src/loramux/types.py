@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -395,6 +396,11 @@ class EmbeddingRequest(PromptRequest):
 
 
 EngineRequest = GenerationRequest | EmbeddingRequest
+
+
+def numbers_of(embedding: bytes) -> list[float]:
+    """The numbers of a delta's embedding."""
+    return list(struct.unpack(f"<{len(embedding) // 4}f", embedding))
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

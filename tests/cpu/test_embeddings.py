@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 from loramux import LLM, PoolingParams
 from loramux.engine.build import Parts
-from loramux.engine.embedding import Embedding, numbers_of
+from loramux.engine.embedding import Embedding
 from loramux.engine.messages import pack, unpack
 from loramux.errors import InvalidRequest, UnknownModel
 from loramux.plan import HiddenPart, SequenceResult, SequenceStep, StepPlan
@@ -29,6 +29,7 @@ from loramux.types import (
     Pooling,
     RequestId,
     SamplingParams,
+    numbers_of,
 )
 from loramux.worker import pooling
 from tests.cpu.architectures import ARCHITECTURES, VOCAB, build, write_adapter

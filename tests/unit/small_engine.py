@@ -13,7 +13,6 @@ from loramux.engine.adapters import IncomingAdapter
 from loramux.engine.admission import Admission
 from loramux.engine.admission import Limits as RequestLimits
 from loramux.engine.core import EngineCore
-from loramux.engine.embedding import numbers_of
 from loramux.engine.languages import Language, Languages
 from loramux.engine.origins import Origin
 from loramux.scheduling.request import Request
@@ -31,6 +30,7 @@ from loramux.types import (
     RequestId,
     SamplingParams,
     TokenLogprobs,
+    numbers_of,
 )
 
 

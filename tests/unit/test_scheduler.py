@@ -45,7 +45,13 @@ class Bench:
         self.count = 0
 
     def add(
-        self, length: int, adapter: str | None = None, *, room: int = 8, **params: int
+        self,
+        length: int,
+        adapter: str | None = None,
+        *,
+        room: int = 8,
+        priority: int = 0,
+        **params: int,
     ) -> Request:
         request = Request(
             request_id=RequestId(f"r{self.count}"),
@@ -57,6 +63,7 @@ class Bench:
             tokens=list(range(length)),
             num_prompt_tokens=length,
             max_total_tokens=length + room,
+            priority=priority,
         )
         self.count += 1
         self.scheduler.add(request)

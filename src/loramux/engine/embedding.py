@@ -63,8 +63,3 @@ class Embedding:
             error=error,
             embedding=embedding,
         )
-
-
-def numbers_of(embedding: bytes) -> list[float]:
-    """The numbers of a delta's embedding."""
-    return np.frombuffer(embedding, _FLOAT).tolist()

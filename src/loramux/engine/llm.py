@@ -9,7 +9,6 @@ from typing import Any
 from loramux.config import EngineOptions
 from loramux.engine.adapters import AdapterReader
 from loramux.engine.build import Parts, build_parts
-from loramux.engine.embedding import numbers_of
 from loramux.engine.fetcher import Fetcher, Outcome
 from loramux.engine.interface import TextCodec
 from loramux.engine.origins import Origin
@@ -27,6 +26,7 @@ from loramux.types import (
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
+    numbers_of,
 )
 
 Prompt = str | Sequence[int]

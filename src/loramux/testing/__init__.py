@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loramux.testing.codec import FakeCodec
-from loramux.testing.engine import FakeEngine, FakeStream
+from loramux.testing.engine import FakeEngine, FakeStream, echoed_embedding
 from loramux.testing.models import random_adapter, tiny_model
 from loramux.testing.worker import (
     FakeWorker,
@@ -17,6 +17,7 @@ __all__ = [
     "FakeEngine",
     "FakeStream",
     "FakeWorker",
+    "echoed_embedding",
     "expected_embedding",
     "expected_prompt_logprobs",
     "expected_tokens",
