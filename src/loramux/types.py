@@ -367,7 +367,7 @@ class PromptRequest:
     """Key of the ``TextCodec`` that the tokens are for: an adapter with another one is not to have
     them. None: anybody's."""
     priority: int = 0
-    """Requests with a lower number are served before those with a higher one."""
+    """Requests with a lower number are more urgent: they are served first."""
 
     def __post_init__(self) -> None:
         _integer("priority", self.priority, low=MIN_PRIORITY, high=MAX_PRIORITY)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from loramux.engine.build import Parts
 from loramux.engine.embedding import Embedding
 from loramux.engine.messages import pack, unpack
 from loramux.errors import InvalidRequest, UnknownModel
+from loramux.ops.attention import StepKind
 from loramux.plan import HiddenPart, SequenceResult, SequenceStep, StepPlan
 from loramux.scheduling.request import Request
 from loramux.testing import tiny_model
@@ -32,6 +33,7 @@ from loramux.types import (
     numbers_of,
 )
 from loramux.worker import pooling
+from loramux.worker.graphs import GraphKey
 from tests.cpu.architectures import ARCHITECTURES, VOCAB, build, write_adapter
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.served import ADAPTERS, BASE, TARGETS, part
@@ -220,7 +222,28 @@ def asks(tokens: Sequence[int], slot: int, block: int, hidden: HiddenPart) -> Se
     return whole._replace(sample=None, prompt_logprobs=None, next_prompt_tokens=(), hidden=hidden)
 
 
-def test_compiled_layers_give_the_same_vectors(tmp_path: Path) -> None:
+class Replays:
+    """Graphs of 16 and 64 rows that compute at each replay what a GPU would have captured."""
+
+    def __init__(self, compute: Callable[[GraphKey], Tensor]) -> None:
+        self._compute = compute
+        self.kinds: list[StepKind] = []
+
+    def bucket_of(self, kind: StepKind, num_rows: int) -> int:
+        return 16 if num_rows <= 16 else 64
+
+    def __contains__(self, key: GraphKey) -> bool:
+        return True
+
+    def replay(self, key: GraphKey) -> Tensor:
+        self.kinds.append(key.kind)
+        return self._compute(key)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["computed", "replayed"])
+def test_compiled_layers_give_the_same_vectors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: bool
+) -> None:
     torch._dynamo.reset()
     model = served(tmp_path, CompileCounter())
     config = LoraConfig(
@@ -228,6 +251,13 @@ def test_compiled_layers_give_the_same_vectors(tmp_path: Path) -> None:
     )
     save(tiny_model(), config, tmp_path / "own")
     model.add_saved("own")
+    runner: Any = model.worker._runner
+    replays = Replays(runner._compute)
+    if captured:
+        monkeypatch.setattr(runner, "_graphs", replays)
+        monkeypatch.setattr(runner, "_settled", True)
+        states = torch.zeros(64, model.base.hidden_size)
+        monkeypatch.setattr(runner, "_kept_states", states, raising=False)
     prompt = PROMPTS[1][:7]
     for names in (ADAPTERS, (*ADAPTERS[:2], "own")):
         model.worker.apply([model.load(slot, name) for slot, name in enumerate(names)])
@@ -249,6 +279,8 @@ def test_compiled_layers_give_the_same_vectors(tmp_path: Path) -> None:
             found = results[step.request_id].hidden
             assert found is not None
             assert_close(numbers_of(found), expected)
+    # An adapter with a norm of its own is in none.
+    assert replays.kinds == ([StepKind.MIXED] if captured else [])
 
 
 def test_a_sum_in_bfloat16_is_made_in_float32() -> None:

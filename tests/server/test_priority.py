@@ -58,7 +58,7 @@ async def test_what_is_no_priority_is_refused(
     assert engine.requests == []
 
 
-PLAIN, URGENT, BATCH = key("plain"), key("urgent", least_priority=-5), key("b", least_priority=10)
+PLAIN, URGENT, BATCH = key("plain"), key("urgent", min_priority=-5), key("b", min_priority=10)
 
 
 @pytest.mark.parametrize(
@@ -104,5 +104,5 @@ async def test_a_key_that_may_not_is_told(
     assert (error["param"], error["type"]) == ("priority", "permission_error")
     assert sender.name in error["message"]
     assert words in error["message"]
-    assert "least_priority" in error["message"]
+    assert "min_priority" in error["message"]
     assert engine.requests == []

@@ -80,7 +80,7 @@ class LLM:
         """Answer prompts (texts or token ids) in one continuous batch, in their order.
 
         ``params``, ``adapter`` and ``priority`` are for all prompts or one for each; the adapter
-        None is the base model, and prompts with a lower priority are served first.
+        None is the base model, and prompts whose priority is a lower number are served first.
         Prompts share the prefix cache with those of the same ``cache_salt`` alone.
         Raises UnknownModel or InvalidRequest, and then runs nothing; EngineStopped once a step has
         failed.

@@ -12,7 +12,7 @@ from loramux.types import AdapterId
 class _Wait:
     since: float
     priority: int
-    """The lowest of its sequences that wait."""
+    """Of the most urgent of its sequences that wait."""
 
     @property
     def turn(self) -> tuple[int, float]:
@@ -36,11 +36,11 @@ class Drains:
     Of those that have waited too long, the one that has waited for the longest comes first:
     adapters that were preempted arrived earlier, and others have never run.
 
-    The bound holds among sequences of one priority, and against those of a higher one. Sequences of
-    a lower one than the beneficiary's (its lowest that waits) come first, however long it waits:
-    they start on a drained adapter, which ends the drain, and an adapter that they run on is not
-    drained. So nobody is held up for the sake of one who waits for something else than a slot,
-    behind more urgent ones.
+    A priority is more urgent than another by a lower number. The bound holds against sequences that
+    are as urgent as the most urgent one that waits, or less. More urgent ones come first, however
+    long it waits: they start on a drained adapter, which ends the drain, and an adapter that they
+    run on is not drained. Otherwise they could wait without end for somebody who, behind others as
+    urgent as they are, has no place and no blocks to start with.
     """
 
     def __init__(self, max_wait: float, clock: Callable[[], float]) -> None:
@@ -63,8 +63,8 @@ class Drains:
     def may_push_aside(self, adapter_id: AdapterId, other: AdapterId) -> bool:
         """Whether an adapter that has waited too long comes before another that waits.
 
-        It does unless the other has a lower priority, or the same and has waited at least as long:
-        so two never take turns in pushing each other aside.
+        It does unless the other is more urgent, or as urgent and has waited at least as long: so
+        two never take turns in pushing each other aside.
         """
         if not self.is_late(adapter_id):
             return False
@@ -101,7 +101,7 @@ class Drains:
     ) -> None:
         """An adapter has sequences to start and no slot; drain others if it has waited too long.
 
-        ``priority``: the lowest of these sequences. ``running``: sequences of each adapter in use;
+        ``priority``: of the most urgent of these. ``running``: sequences of each adapter in use;
         those in ``never`` are not drained. ``can_place`` tells whether a slot is there for an
         adapter while others are in use.
         """
@@ -123,17 +123,17 @@ class Drains:
             self.num_drains += len(drained)
 
     def note_priority(self, adapter_id: AdapterId, priority: int) -> None:
-        """The lowest priority of an adapter's sequences that wait, if it waits for a slot."""
+        """Of the most urgent of an adapter's sequences that wait, if it waits for a slot."""
         wait = self._waits.get(adapter_id)
         if wait is None:
             return
         if priority > wait.priority:
-            self.pause(adapter_id)  # it may be drained for no longer by whoever comes before it now
+            self.pause(adapter_id)  # those drained for it may be more urgent than what is left
         wait.priority = priority
 
     def note_start(self, adapter_id: AdapterId, priority: int) -> None:
-        """A sequence starts; if it comes before who its adapter is drained for, that must look for
-        another slot."""
+        """A sequence starts; if it is more urgent than who its adapter is drained for, that one
+        must look for another slot."""
         drain = self._drains.get(adapter_id)
         if drain is not None and not self.is_draining(adapter_id, priority):
             self.pause(drain.beneficiary)
@@ -153,10 +153,10 @@ class Drains:
         in_use_before: Callable[[int], Collection[AdapterId]],
     ) -> None:
         """Assert that only those wait, and are drained for, that have sequences to start, and that
-        nobody is drained who is in use before them.
+        nobody is drained who runs more urgent ones.
 
-        ``waiting``: the lowest priority of each adapter's sequences that wait. ``in_use_before``
-        tells which adapters have running sequences of a lower priority than one.
+        ``waiting``: the priority of the most urgent of each adapter's sequences that wait.
+        ``in_use_before`` tells which adapters run sequences more urgent than a priority.
         """
         assert self._waits.keys() <= waiting.keys(), "an adapter waits for nobody"
         assert self._beneficiaries() <= self._waits.keys(), "a drain helps nobody"
@@ -164,7 +164,7 @@ class Drains:
             assert wait.priority >= waiting[adapter_id], "nobody of this priority waits any more"
         for adapter_id, drain in self._drains.items():
             before = in_use_before(self._waits[drain.beneficiary].priority)
-            assert adapter_id not in before, "an adapter is drained for a later one"
+            assert adapter_id not in before, "an adapter is drained for a less urgent one"
 
     def _beneficiaries(self) -> set[AdapterId]:
         return {drain.beneficiary for drain in self._drains.values()}

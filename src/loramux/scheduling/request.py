@@ -38,7 +38,7 @@ class Request:
     prefix: PrefixKeys | None = None
     """By which its full blocks are found; None where it neither looks for blocks nor leaves any."""
     priority: int = 0
-    """The lower, the earlier it is served."""
+    """The lower the number, the earlier it is served."""
     turn: Turn = (0, 0)
     """Its place among all requests, given by the scheduler."""
     num_in_flight: int = 0
@@ -101,7 +101,8 @@ class Request:
 
     @property
     def needs_every_token(self) -> bool:
-        """Whether what it asks for comes out of computing each token of its prompt."""
+        """Whether what it asks for comes out of computing each token of its prompt, so that it may
+        find none computed."""
         if isinstance(self.params, PoolingParams):
             return self.params.pooling == "mean"
         return self.wants_prompt_logprobs

@@ -43,14 +43,14 @@ class Step:
 class Scheduler:
     """Continuous batching: running requests first, then waiting ones, each in turn.
 
-    A request's turn is its priority, the lower the earlier, and then its arrival; it never changes.
+    A request's turn is its priority, the lowest number first, and then its arrival; it stays.
     Every running request gets a token of the budget; a long prompt is read in chunks of what the
     others leave. When blocks run out, the running request with the last turn is preempted: it loses
     its blocks, waits in its old place and is recomputed later, but for what it finds still there
     (``SequenceBlocks``). Nobody is preempted for the sake of a later turn, so no two preempt each
     other. The running request with the first turn always goes on, because one sequence of the
     greatest length fits into the cache (``fits``); so every request ends, unless there is no end of
-    others with a lower priority. A request that waits preempts nobody, whatever its priority.
+    more urgent ones. A request that waits preempts nobody, however urgent it is.
 
     A request whose adapter has no slot is passed by others, for a bounded time (``Drains``). Where
     many adapters come at once, they come one or a few a step (``LoadBudget``).
@@ -119,7 +119,8 @@ class Scheduler:
         return self._slots.running()
 
     def waiting_adapters(self) -> dict[AdapterId, int]:
-        """Adapters with sequences that wait, and the lowest priority of these; for any thread."""
+        """Adapters with sequences that wait, and the priority of the most urgent of each; for any
+        thread."""
         waiting = list(self._waiting)  # in one go, as the engine's thread may change it
         # Of each adapter the first one counts, which comes last here.
         return {r.adapter_id: r.priority for r in reversed(waiting) if r.adapter_id is not None}
@@ -273,7 +274,7 @@ class Scheduler:
             self._slots.note_priority(adapter_id, first.priority)
 
     def _in_use_before(self, priority: int) -> set[AdapterId]:
-        """Adapters with running requests of a lower priority."""
+        """Adapters with running requests that are more urgent than a priority."""
         earlier = takewhile(lambda request: request.priority < priority, self._running)
         return {r.adapter_id for r in earlier if r.adapter_id is not None}
 

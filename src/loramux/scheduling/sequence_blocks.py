@@ -39,7 +39,6 @@ class SequenceBlocks:
 
     def find(self, request: Request) -> list[int]:
         """The known blocks that a waiting request can start with."""
-        # Prompt log-probabilities come out of computing the prompt.
         if request.prefix is None or request.needs_every_token:
             return []
         most = (len(request.tokens) - 1) // self._block_size

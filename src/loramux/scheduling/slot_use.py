@@ -102,10 +102,10 @@ class SlotUse:
         waiting: Callable[[], Collection[AdapterId]],
         in_use_before: Callable[[int], Collection[AdapterId]],
     ) -> None:
-        """A sequence of an adapter, the first of its that wait, cannot start for want of a slot.
+        """The first waiting sequence of an adapter cannot start for want of a slot.
 
         ``waiting``: all adapters with sequences that wait, for whatever reason. ``in_use_before``:
-        those with running sequences of a lower priority than one.
+        those that run sequences more urgent than a priority.
         """
         if adapter_id is None or self._is_only_fetched(adapter_id, waiting):
             return
@@ -119,7 +119,7 @@ class SlotUse:
             )
 
     def note_priority(self, adapter_id: AdapterId, priority: int) -> None:
-        """The lowest priority of an adapter's sequences that wait."""
+        """Of the most urgent of an adapter's sequences that wait."""
         self._drains.note_priority(adapter_id, priority)
 
     def pause(self, adapter_id: AdapterId) -> None:

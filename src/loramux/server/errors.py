@@ -75,7 +75,7 @@ class PriorityRefused(InvalidRequest):
         remedy = "leave it out" if least is None else f"send {least} or a higher number"
         super().__init__(
             f"the key {key!r} may not send requests of priority {priority}: {remedy}, or ask the "
-            "operator for another least_priority in the server's keys file",
+            "operator for another min_priority in the server's keys file",
             "priority",
         )
 

@@ -29,7 +29,7 @@ API_KEY_VARIABLE = "LORAMUX_API_KEY"
 ADMIN_KEY_VARIABLE = "LORAMUX_ADMIN_KEY"
 
 _LIMITS = ("requests_per_second", "tokens_per_minute", "max_in_flight")
-_REQUESTS = ("adapters", "least_priority", *_LIMITS)
+_REQUESTS = ("adapters", "min_priority", *_LIMITS)
 """Fields that bound requests to models."""
 FIELDS = ("name", "key", "sha256", "admin", "infer", *_REQUESTS)
 """Of a key in the file."""
@@ -130,7 +130,7 @@ def _read_key(table: dict[str, Any], place: str) -> Key:
         admin=admin,
         infer=infer,
         adapters=_patterns(table, place),
-        least_priority=_priority(table, place),
+        min_priority=_priority(table, place),
         limits=limits,
     )
 
@@ -171,13 +171,13 @@ def _patterns(table: dict[str, Any], place: str) -> tuple[str, ...] | None:
 
 
 def _priority(table: dict[str, Any], place: str) -> int | None:
-    value = table.get("least_priority")
+    value = table.get("min_priority")
     if value is None:
         return None
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if not is_whole or not MIN_PRIORITY <= value <= MAX_PRIORITY:
         raise ConfigError(
-            f"{place}: least_priority must be a whole number from {MIN_PRIORITY} to {MAX_PRIORITY}"
+            f"{place}: min_priority must be a whole number from {MIN_PRIORITY} to {MAX_PRIORITY}"
         )
     return value
 

@@ -98,7 +98,7 @@ async def submit(
     model = context.engine_model(body.model, caller)
     priority = caller.default_priority if body.priority is None else body.priority
     if not caller.may_have(priority):
-        raise PriorityRefused(caller.account.name, priority, caller.least_priority)
+        raise PriorityRefused(caller.account.name, priority, caller.min_priority)
     salt = caller.cache_salt(body.cache_salt)
     answer = await Answer.submit(
         context.engine,
