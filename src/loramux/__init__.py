@@ -8,14 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from loramux.guide import Guide
-from loramux.types import SamplingParams
+from loramux.types import PoolingParams, SamplingParams
 
 if TYPE_CHECKING:
     from loramux.engine.async_engine import AsyncEngine
     from loramux.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncEngine", "Guide", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "Guide", "PoolingParams", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> object:

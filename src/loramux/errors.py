@@ -5,6 +5,7 @@ LoramuxError
 ├── ModelNotServable            the base model cannot be served, with the reason
 ├── MissingPackage              a package that only this command or request needs is not installed
 ├── EngineStopped               the engine has been shut down or has failed
+├── EmbeddingFailed             a prompt cannot be embedded, with the reason
 ├── RequestError                a request that cannot be run
 │   ├── InvalidRequest          400
 │   ├── UnknownModel            404
@@ -77,6 +78,10 @@ class EngineStopped(LoramuxError):
     """The engine no longer takes requests."""
 
     http_status = 503
+
+
+class EmbeddingFailed(LoramuxError):
+    """There is no vector for a prompt, for the reason in the text; its engine goes on."""
 
 
 class RequestError(LoramuxError):

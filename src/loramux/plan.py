@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
 
@@ -57,6 +57,10 @@ class Sample(NamedTuple):
     """The tokens that a guide allows now, as in ``guide.Matcher``; None allows all."""
 
 
+HiddenPart = Literal["last", "sum"]
+"""Of a sequence's hidden states in a step: the last token's, or the sum over all tokens'."""
+
+
 class SequenceStep(NamedTuple):
     """One sequence's part of a step: ``token_ids`` stand at ``start``, ``start + 1``, …"""
 
@@ -72,6 +76,13 @@ class SequenceStep(NamedTuple):
     """Report log-probabilities of the tokens that follow each of ``token_ids`` in the prompt."""
     next_prompt_tokens: Sequence[int] = ()
     """The prompt tokens at ``start + 1``, …; as many as have a log-probability to report."""
+    hidden: HiddenPart | None = None
+    """Report this of what the model gives to its head."""
+
+    @property
+    def end(self) -> int:
+        """Behind the place of its last token."""
+        return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +101,9 @@ class SequenceResult(NamedTuple):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
-    """The sequence alone cannot go on (its logits are not finite)."""
+    """The sequence alone cannot go on (its logits or hidden states are not finite)."""
+    hidden: bytes | None = None
+    """The vector that was asked for: numbers of 32 bits, little-endian."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, NewType
+from typing import Literal, NamedTuple, NewType, get_args
 
 from loramux.errors import InvalidRequest
 from loramux.guide import Guide
@@ -30,9 +31,14 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Tier = Literal["slot", "host", "source"]
 """The best place that an adapter is in; who has a slot has a copy in host memory as well."""
 
+Pooling = Literal["last", "mean"]
+"""What an embedding is made of: the last token's hidden state, or the mean over all tokens'."""
+
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_BIASES = 1024
+MAX_PRIORITY = 2**31 - 1
+MIN_PRIORITY = -(2**31)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +157,25 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PoolingParams:
+    """How to make one vector of a prompt's hidden states, which are those behind the last norm.
+
+    Raises InvalidRequest, which names the field, for a value that it cannot have.
+    """
+
+    pooling: Pooling = "last"
+    normalize: bool = True
+    """Whether the vector is divided by its length."""
+
+    def __post_init__(self) -> None:
+        if self.pooling not in get_args(Pooling):
+            known = " or ".join(get_args(Pooling))
+            raise InvalidRequest(f"pooling must be {known}, not {self.pooling!r}", "pooling")
+        if not isinstance(self.normalize, bool):
+            raise InvalidRequest("normalize must be true or false", "normalize")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probability of one token, and the most likely tokens at its place, best first."""
@@ -174,6 +199,7 @@ class Delta:
     """What one step adds to one completion of a request.
 
     ``text`` holds whole characters only; the deltas of a completion concatenate to its final text.
+    An embedding comes as the only delta of its request.
     """
 
     request_id: RequestId
@@ -194,6 +220,8 @@ class Delta:
     error: str | None = None
     waited: Waited | None = None
     """With the first delta of each completion that has started."""
+    embedding: bytes | None = None
+    """Numbers of 32 bits, little-endian."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +362,13 @@ class EngineStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
-    """A request as it enters an engine. ``model`` is the base model's or an adapter's name."""
+class PromptRequest:
+    """What all requests to an engine have. ``model`` is the base model's or an adapter's name.
+
+    Raises InvalidRequest for a priority out of range.
+    """
 
     prompt_token_ids: Sequence[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
     model: str | None = None
     """None: the base model."""
     request_id: RequestId | None = None
@@ -347,6 +377,41 @@ class GenerationRequest:
     codec: str | None = None
     """Key of the ``TextCodec`` that the tokens are for: an adapter with another one is not to have
     them. None: anybody's."""
+    priority: int = 0
+    """Requests with a lower number are more urgent: they are served first."""
+
+    def __post_init__(self) -> None:
+        _integer("priority", self.priority, low=MIN_PRIORITY, high=MAX_PRIORITY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest(PromptRequest):
+    """A prompt to continue."""
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+    @property
+    def num_completions(self) -> int:
+        return self.params.n
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingRequest(PromptRequest):
+    """A prompt to make a vector of. It ends when it has been read."""
+
+    params: PoolingParams = field(default_factory=PoolingParams)
+
+    @property
+    def num_completions(self) -> int:
+        return 1
+
+
+EngineRequest = GenerationRequest | EmbeddingRequest
+
+
+def numbers_of(embedding: bytes) -> list[float]:
+    """The numbers of a delta's embedding."""
+    return list(struct.unpack(f"<{len(embedding) // 4}f", embedding))
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

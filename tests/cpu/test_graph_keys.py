@@ -142,8 +142,10 @@ class Base:
 
 
 @pytest.fixture
-def context() -> LoraContext:
-    """Slots whose adapters have rank 8, and DoRA in the last one."""
+def context(monkeypatch: pytest.MonkeyPatch) -> LoraContext:
+    """Slots whose adapters have rank 8, and DoRA in the last one; a model without states."""
+    states = SimpleNamespace(take=lambda: None)
+    monkeypatch.setattr(module, "FinalStates", lambda model: states)
     tables = SlotTables(1, SLOTS, CPU)
     for slot in range(SLOTS):
         tables.max_rank[slot] = 8

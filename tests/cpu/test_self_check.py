@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from loramux.errors import ModelNotServable
 from loramux.plan import SequenceStep, StepPlan
 from loramux.types import RequestId
 from loramux.worker.inputs import StepInputs, build_inputs
+from loramux.worker.runner import Computed
 from tests.cpu.served import Served
 
 
@@ -75,13 +75,14 @@ def test_nan_in_either_sequence_is_found(
     served = Served(tmp_path)
     forward = served.worker.forward
 
-    def poisoned(inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
-        logits = forward(inputs, sequences).clone()
+    def poisoned(inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Computed:
+        computed = forward(inputs, sequences)
+        logits = computed.logits.clone()
         parts = logits.split([len(s.token_ids) for s in sequences])
         for s, part in zip(sequences, parts, strict=True):
             if s.request_id == f"self-check-{sequence}":
                 part.fill_(torch.nan)
-        return logits
+        return computed._replace(logits=logits)
 
     monkeypatch.setattr(served.worker, "forward", poisoned)
     with pytest.raises(ModelNotServable, match="nan standard deviations"):

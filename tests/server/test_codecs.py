@@ -52,6 +52,7 @@ async def test_chats_become_tokens_of_their_model(
     [
         ("/v1/completions", {"prompt": "ab"}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/embeddings", {"input": "ab"}),
     ],
 )
 async def test_a_prompt_for_a_codec_that_is_gone_is_sent_back(

@@ -21,7 +21,7 @@ from loramux.server.keys import Key, Keyring
 from loramux.server.limits import Account, Limits
 from loramux.server.metrics import Metrics
 from loramux.testing import FakeEngine
-from loramux.types import SamplingParams, SourceRules
+from loramux.types import GenerationRequest, SamplingParams, SourceRules
 from tests.fake_clock import FakeClock
 from tests.server.conftest import serving
 from tests.server.test_disconnect import wait_until
@@ -41,7 +41,12 @@ ADMIN_CALLS = [
     ("POST", "/v1/load_lora_adapter", {"lora_name": "new", "lora_path": "/adapters/new"}),
     ("POST", "/v1/unload_lora_adapter", {"lora_name": "tenant-a-one"}),
 ]
-INFERENCE_CALLS = [("POST", "/v1/completions", ASK), ("POST", "/v1/chat/completions", CHAT)]
+EMBED = {"model": "base", "input": "abc"}
+INFERENCE_CALLS = [
+    ("POST", "/v1/completions", ASK),
+    ("POST", "/v1/chat/completions", CHAT),
+    ("POST", "/v1/embeddings", EMBED),
+]
 TOKEN_CALLS = [
     ("POST", "/tokenize", {"prompt": "abc"}),
     ("POST", "/detokenize", {"tokens": [97]}),
@@ -465,15 +470,16 @@ async def test_a_client_that_does_not_read_pays_all_the_same(engine: FakeEngine)
     account = Account("lazy", Limits())
     answer = await Answer.submit(
         engine,
-        [[97, 98, 99]],
-        SamplingParams(max_tokens=50, ignore_eos=True),
-        model=None,
-        codec=engine.text,
+        [
+            GenerationRequest(
+                prompt_token_ids=[97, 98, 99],
+                params=SamplingParams(max_tokens=50, ignore_eos=True),
+            )
+        ],
         timer=Metrics(engine, max_adapters=0, keyring=KEYLESS).timer("/v1/completions"),
         seconds=60,
         interval=0,
         account=account,
-        cache_salt=None,
     )
     with answer:
         parts = answer.parts()

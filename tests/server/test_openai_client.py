@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 from loramux.server.app import create_app
 from loramux.server.keys import Key, Keyring
 from loramux.server.limits import Limits
-from loramux.testing import FakeCodec, FakeEngine
+from loramux.testing import FakeCodec, FakeEngine, echoed_embedding
+from loramux.types import PoolingParams, numbers_of
 from tests.server.conftest import serving
 
 
@@ -58,6 +61,22 @@ def test_completion_stream(sync: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in chunks) == "abc"
 
 
+def test_embeddings(sync: openai.OpenAI) -> None:
+    """The client asks for base64 and turns it into numbers, unless it is told otherwise."""
+    for more in ({}, {"encoding_format": "float"}, {"encoding_format": "base64"}):
+        answer: Any = sync.embeddings.create(model="shout", input=["abc", "de"], **more)
+        assert [item.index for item in answer.data] == [0, 1]
+        for item, text in zip(answer.data, ("ABC", "DE"), strict=True):
+            vector = item.embedding
+            if more.get("encoding_format") == "base64":
+                vector = numbers_of(base64.b64decode(vector))
+            expected = echoed_embedding([ord(c) for c in text], PoolingParams())
+            assert vector == pytest.approx(expected, abs=1e-6)
+        assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (5, 5)
+        assert (answer.model, answer.object) == ("shout", "list")
+        assert answer.data[0].object == "embedding"
+
+
 def test_chat(sync: openai.OpenAI) -> None:
     answer = sync.chat.completions.create(
         model="base", messages=messages("hi"), logprobs=True, top_logprobs=1
@@ -98,6 +117,23 @@ def test_async_client(live: str) -> None:
             return [answer.choices[0].text for answer in answers], "".join(streamed)
 
     assert asyncio.run(run()) == (["abc", "ABC"], "USER:HI\n")
+
+
+def test_async_client_embeds(live: str, engine: FakeEngine) -> None:
+    async def run() -> list[list[float]]:
+        async with openai.AsyncOpenAI(base_url=f"{live}/v1", api_key="none") as client:
+            more: Any = {"extra_body": {"pooling": "mean", "normalize": False, "priority": -2}}
+            answers = await asyncio.gather(
+                client.embeddings.create(model="base", input="ac"),
+                client.embeddings.create(model="base", input=[97, 99], **more),
+                client.embeddings.create(model="base", input="ac", encoding_format="float"),
+            )
+            return [answer.data[0].embedding for answer in answers]
+
+    last, mean, plain = asyncio.run(run())
+    assert mean == [2.0, 98.0]
+    assert last == plain == pytest.approx([2 / math.hypot(2, 99), 99 / math.hypot(2, 99)])
+    assert sorted(request.priority for request in engine.requests) == [-2, 0, 0]
 
 
 @pytest.mark.usefixtures("calling")

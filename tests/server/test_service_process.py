@@ -28,8 +28,15 @@ from loramux.errors import (
     UnknownModel,
 )
 from loramux.guide import Guide
-from loramux.testing import expected_tokens
-from loramux.types import Delta, GenerationRequest, SamplingParams
+from loramux.testing import expected_embedding, expected_tokens
+from loramux.types import (
+    Delta,
+    EmbeddingRequest,
+    GenerationRequest,
+    PoolingParams,
+    SamplingParams,
+    numbers_of,
+)
 from tests.server.fake_service import build_service, with_slow_guides
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
@@ -91,6 +98,18 @@ async def test_answers_are_those_of_an_engine_in_this_process(tmp_path: Path) ->
         )
         assert (await bench.engine.stats()).requests_finished == 3
     assert bench.process.returncode == 0
+
+
+async def test_embeddings_come_over_the_process(tmp_path: Path) -> None:
+    async with running(build({"a": str(tmp_path)})) as bench:
+        [info] = await bench.engine.adapters()
+        params = PoolingParams(pooling="mean", normalize=False)
+        request = EmbeddingRequest(prompt_token_ids=PROMPT, params=params, model="a", priority=3)
+        [delta] = [delta async for delta in await bench.engine.submit(request)]
+        assert delta.finish_reason == "stop"
+        assert delta.embedding is not None
+        expected = expected_embedding(info.adapter_id, PROMPT, pooling="mean", normalize=False)
+        assert numbers_of(delta.embedding) == pytest.approx(expected, rel=1e-6)
 
 
 async def test_adapters_come_and_go(tmp_path: Path) -> None:

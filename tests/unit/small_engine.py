@@ -22,12 +22,16 @@ from loramux.testing.worker import VOCAB_SIZE
 from loramux.types import (
     AdapterInfo,
     Delta,
+    EmbeddingRequest,
+    EngineRequest,
     FinishReason,
     GenerationRequest,
+    PoolingParams,
     RequestId,
     SamplingParams,
     TokenLogprobs,
     Waited,
+    numbers_of,
 )
 
 
@@ -46,6 +50,7 @@ class Outcome:
     cached_tokens: int = 0
     waits: list[Waited] = field(default_factory=list, compare=False)
     """One entry for each delta that told of it."""
+    embedding: list[float] | None = None
 
     def push(self, delta: Delta) -> None:
         assert self.finish_reason is None, "a delta after the last one"
@@ -58,6 +63,8 @@ class Outcome:
         self.cached_tokens += delta.cached_tokens
         if delta.waited is not None:
             self.waits.append(delta.waited)
+        if delta.embedding is not None:
+            self.embedding = numbers_of(delta.embedding)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs.append(delta.prompt_logprobs)
 
@@ -185,6 +192,7 @@ class SmallEngine:
         *,
         request_id: RequestId | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         **params: Any,
     ) -> RequestId:
         """Queue a request, greedy unless told otherwise."""
@@ -195,7 +203,30 @@ class SmallEngine:
             model=model,
             request_id=request_id,
             cache_salt=cache_salt,
+            priority=priority,
         )
+        return self.queue(request)
+
+    def embed(
+        self,
+        model: str | None,
+        prompt: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        **params: Any,
+    ) -> RequestId:
+        """Queue a request for a vector."""
+        request = EmbeddingRequest(
+            prompt_token_ids=prompt,
+            params=PoolingParams(**params),
+            model=model,
+            cache_salt=cache_salt,
+            priority=priority,
+        )
+        return self.queue(request)
+
+    def queue(self, request: EngineRequest) -> RequestId:
         sequences = self.admission.admit(request)
         self.core.add(sequences)
         self._settle()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from loramux.errors import AdapterError, AdapterExists, AdapterRefused, UnknownAdapter
-from loramux.testing import expected_prompt_logprobs
+from loramux.testing import expected_embedding, expected_prompt_logprobs
 from loramux.types import RequestId
 from tests.unit.small_engine import Outcome, SmallEngine
 
@@ -53,6 +53,8 @@ class Submitted:
     prompt: list[int]
     params: dict[str, Any]
     cache_salt: str | None
+    pooling: dict[str, Any] | None = None
+    """Of an embedding, which has no other parameters."""
     aborted: bool = False
 
 
@@ -118,15 +120,51 @@ class EngineWalk(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 4), params=params())
     def submit(self, data: st.DataObject, count: int, params: dict[str, Any]) -> None:
         for _ in range(count):
-            name = data.draw(st.sampled_from((*self.names, None)))
-            adapter_id = None if name is None else self.names[name].source
-            prompt = data.draw(st.sampled_from([[], *map(self.conversation, self.submitted[-5:])]))
-            # Few beginnings, so that they come again.
-            start, length = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 20))
-            prompt = [*prompt, *prompt_of(start, length)][:20]
-            salt = data.draw(st.sampled_from((None, None, "x")))
-            request_id = self.engine.submit(name, prompt, cache_salt=salt, **params)
-            self.submitted.append(Submitted(request_id, adapter_id, prompt, params, salt))
+            name, prompt, common = self.draw(data, longest=20)
+            request_id = self.engine.submit(name, prompt, **common, **params)
+            self.note(request_id, name, prompt, params, common)
+
+    @rule(
+        data=st.data(),
+        count=st.integers(1, 4),
+        pooling=st.sampled_from(("last", "mean")),
+        normalize=st.booleans(),
+    )
+    def embed(self, data: st.DataObject, count: int, pooling: str, normalize: bool) -> None:
+        asked = {"pooling": pooling, "normalize": normalize}
+        for _ in range(count):
+            name, prompt, common = self.draw(data, longest=32)
+            request_id = self.engine.embed(name, prompt, **common, **asked)
+            params = {"n": 1, "prompt_logprobs": None}
+            self.note(request_id, name, prompt, params, common, asked)
+
+    def draw(
+        self, data: st.DataObject, longest: int
+    ) -> tuple[str | None, list[int], dict[str, Any]]:
+        """A name, a prompt, and what all requests may ask for."""
+        name = data.draw(st.sampled_from((*self.names, None)))
+        prompt = data.draw(st.sampled_from([[], *map(self.conversation, self.submitted[-5:])]))
+        # Few beginnings, so that they come again.
+        start, length = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 20))
+        prompt = [*prompt, *prompt_of(start, length)][:longest]
+        common = {
+            "cache_salt": data.draw(st.sampled_from((None, None, "x"))),
+            "priority": data.draw(st.sampled_from((0, 0, 0, -1, -2, 1))),
+        }
+        return name, prompt, common
+
+    def note(
+        self,
+        request_id: RequestId,
+        name: str | None,
+        prompt: list[int],
+        params: dict[str, Any],
+        common: dict[str, Any],
+        pooling: dict[str, Any] | None = None,
+    ) -> None:
+        adapter_id = None if name is None else self.names[name].source
+        salt = common["cache_salt"]
+        self.submitted.append(Submitted(request_id, adapter_id, prompt, params, salt, pooling))
 
     def conversation(self, one: Submitted, index: int = 0) -> list[int]:
         """A prompt and what has been answered so far."""
@@ -145,12 +183,12 @@ class EngineWalk(RuleBasedStateMachine):
     @rule(count=st.sampled_from((1, 3, 9)))
     def step(self, count: int) -> None:
         for _ in range(count):
-            # Two steps are launched at once when none is outstanding, and one that arrived before
+            # Two steps are launched at once when none is outstanding, and one whose turn is before
             # the first of the running may start with the first of them.
             first = None
             if self.engine.worker.num_outstanding or not self.runs_ahead:
                 running = [s for s in self.engine.sequences if s.running]
-                first = min(running, key=lambda s: s.arrival, default=None)
+                first = min(running, key=lambda s: s.turn, default=None)
             preemptions = first and first.num_preemptions
             deltas = self.engine.step()
             if self.max_wait == math.inf:  # else its adapter may be drained
@@ -225,13 +263,17 @@ class EngineWalk(RuleBasedStateMachine):
         self.engine.check_idle()
         for one in self.submitted[-40:]:  # the truth takes longer to find than the answer
             for index, outcome in enumerate(self.engine.outcomes[one.request_id]):
-                self.check_outcome(one, index, outcome)
+                if one.pooling is None:
+                    self.check_outcome(one, index, outcome)
+                else:
+                    self.check_embedding(one, one.pooling, outcome)
                 self.check_what_was_found(one, index, outcome)
 
     def check_what_was_found(self, one: Submitted, index: int, outcome: Outcome) -> None:
         """Somebody else has computed it, for the same adapter and salt."""
         found = one.prompt[: outcome.cached_tokens]
         assert not found or one.params["prompt_logprobs"] is None or len(one.prompt) == 1
+        assert not found or one.pooling is None or one.pooling["pooling"] == "last"
         assert len(found) < len(one.prompt)
         others = (
             self.conversation(other, i)
@@ -241,6 +283,15 @@ class EngineWalk(RuleBasedStateMachine):
             if (other.request_id, i) != (one.request_id, index)
         )
         assert not found or any(other[: len(found)] == found for other in others)
+
+    def check_embedding(self, one: Submitted, pooling: dict[str, Any], outcome: Outcome) -> None:
+        if outcome.finish_reason == "stop":
+            expected = expected_embedding(one.adapter_id, one.prompt, **pooling)
+            assert outcome.embedding == pytest.approx(expected, rel=1e-5)
+        else:
+            assert outcome.embedding is None
+            assert one.aborted or one.adapter_id in self.failed
+        assert outcome.tokens == []
 
     def check_outcome(self, one: Submitted, index: int, outcome: Outcome) -> None:
         expected = self.engine.expected(one.adapter_id, one.prompt, index=index, **one.params)

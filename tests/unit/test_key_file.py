@@ -45,7 +45,7 @@ def test_without_any_key_everyone_may_ask() -> None:
 
 def test_all_fields_are_read(path: Path) -> None:
     text = HASHED + (
-        'adapters = ["tenant-a-*", "base"]\nrequests_per_second = 0.5\n'
+        'adapters = ["tenant-a-*", "base"]\nmin_priority = -3\nrequests_per_second = 0.5\n'
         "tokens_per_minute = 60000\nmax_in_flight = 8\n"
     )
     [key] = read(path, text).keys
@@ -53,6 +53,7 @@ def test_all_fields_are_read(path: Path) -> None:
         name="a",
         digest=bytes.fromhex(DIGEST),
         adapters=("tenant-a-*", "base"),
+        min_priority=-3,
         limits=Limits(requests_per_second=0.5, tokens_per_minute=60000, max_in_flight=8),
     )
 
@@ -128,6 +129,11 @@ def test_adapters_are_names_or_patterns(
         (PLAIN + "infer = false", "(a) may do nothing"),
         (PLAIN + 'admin = true\nadapters = ["x"]', "(a): adapters bounds requests to models"),
         (PLAIN + "admin = true\nmax_in_flight = 1", "(a): max_in_flight bounds requests"),
+        (PLAIN + "admin = true\nmin_priority = 1", "(a): min_priority bounds requests"),
+        (PLAIN + "min_priority = true", "(a): min_priority must be a whole number"),
+        (PLAIN + "min_priority = 0.5", "(a): min_priority must be a whole number"),
+        (PLAIN + "min_priority = -2147483649", "(a): min_priority must be a whole number"),
+        (PLAIN + "min_priority = 2147483648", "(a): min_priority must be a whole number"),
         (PLAIN + 'adapters = "x"', "(a): adapters must be a list"),
         (PLAIN + "adapters = []", "(a): adapters must be a list"),
         (PLAIN + 'adapters = ["x", ""]', "(a): adapters must be a list"),

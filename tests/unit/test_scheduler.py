@@ -45,7 +45,13 @@ class Bench:
         self.count = 0
 
     def add(
-        self, length: int, adapter: str | None = None, *, room: int = 8, **params: int
+        self,
+        length: int,
+        adapter: str | None = None,
+        *,
+        room: int = 8,
+        priority: int = 0,
+        **params: int,
     ) -> Request:
         request = Request(
             request_id=RequestId(f"r{self.count}"),
@@ -57,6 +63,7 @@ class Bench:
             tokens=list(range(length)),
             num_prompt_tokens=length,
             max_total_tokens=length + room,
+            priority=priority,
         )
         self.count += 1
         self.scheduler.add(request)
@@ -413,7 +420,7 @@ def test_a_sequence_that_fills_the_cache_runs_to_its_end() -> None:
 @pytest.mark.parametrize("length", [0, 65])
 def test_what_can_never_run_is_not_taken(length: int) -> None:
     with pytest.raises(AssertionError):
-        Bench().add(length, room=0)
+        Bench().add(length, room=1)
 
 
 def test_a_step_must_hold_a_token_of_each_sequence() -> None:

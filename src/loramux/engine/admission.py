@@ -13,7 +13,14 @@ from loramux.errors import AdapterReplaced, InvalidRequest
 from loramux.guide import Grammar
 from loramux.scheduling.prefixes import PrefixKeys
 from loramux.scheduling.request import Request
-from loramux.types import AdapterId, GenerationRequest, RequestId, new_request_id
+from loramux.types import (
+    AdapterId,
+    EmbeddingRequest,
+    EngineRequest,
+    GenerationRequest,
+    RequestId,
+    new_request_id,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class Limits:
 class _Needs:
     """What a request asks of the model that it goes to."""
 
-    request: GenerationRequest
+    model: str | None
     extremes: Mapping[str, tuple[int, int]]
     """The least and the largest token id of each field that has any."""
     codec: str | None
@@ -53,40 +60,33 @@ class Admission:
             raise AdapterReplaced(str(request.model))
         return text
 
-    def admit(self, request: GenerationRequest, grammar: Grammar | None = None) -> list[Request]:
+    def admit(self, request: EngineRequest, grammar: Grammar | None = None) -> list[Request]:
         """One sequence for each completion asked for, all holding the adapter.
 
         ``grammar`` is what the request's codec has made of its guide; if not, it is compiled here.
         Raises UnknownModel, AdapterReplaced, InvalidRequest or MissingPackage, and then holds
         nothing.
         """
-        params = request.params
         prompt = list(request.prompt_token_ids)
         self._check_tokens(prompt)
         if request.cache_salt == "":
             raise InvalidRequest("cache_salt is empty: send a text, or none", "cache_salt")
-        max_total = self._check_length(len(prompt), params.max_tokens)
-        if params.min_tokens > max_total - len(prompt):
-            raise InvalidRequest(
-                f"min_tokens ({params.min_tokens}) does not fit behind {len(prompt)} prompt tokens",
-                "min_tokens",
-            )
-        biased = [token for token, _ in params.logit_bias]
-        named = {
-            "prompt": prompt,
-            "stop_token_ids": params.stop_token_ids,
-            "logit_bias": biased,
-        }
-        codec = request.codec
-        if params.guide is not None and grammar is None:
-            text = self.compiler_of(request)
-            grammar, codec = text.compile(params.guide), text.key
+        max_total = self._check_length(request)
+        named: dict[str, Sequence[int]] = {"prompt": prompt}
+        codec, seed = request.codec, 0
+        if isinstance(request, GenerationRequest):
+            params = request.params
+            named["stop_token_ids"] = params.stop_token_ids
+            named["logit_bias"] = [token for token, _ in params.logit_bias]
+            if params.guide is not None and grammar is None:
+                text = self.compiler_of(request)
+                grammar, codec = text.compile(params.guide), text.key
+            seed = random.getrandbits(63) if params.seed is None else params.seed
         extremes = {p: (min(ids), max(ids)) for p, ids in named.items() if ids}
-        needs = _Needs(request, extremes, codec)
-        parent_id = request.request_id or new_request_id()
-        seed = random.getrandbits(63) if params.seed is None else params.seed
+        needs = _Needs(request.model, extremes, codec)
+        parent_id, count = request.request_id or new_request_id(), request.num_completions
         adapter_id = self.catalog.hold(
-            request.model, params.n, check=lambda entry: self._check_model(entry, needs)
+            request.model, count, check=lambda entry: self._check_model(entry, needs)
         )
         prefix = self._prefix(prompt, adapter_id, request.cache_salt)
         return [
@@ -94,7 +94,7 @@ class Admission:
                 request_id=RequestId(f"{parent_id}/{index}"),
                 parent_id=parent_id,
                 index=index,
-                params=params,
+                params=request.params,
                 seed=seed + index,
                 adapter_id=adapter_id,
                 tokens=list(prompt),
@@ -102,8 +102,9 @@ class Admission:
                 max_total_tokens=max_total,
                 matcher=None if grammar is None else grammar.matcher(),
                 prefix=None if prefix is None else prefix.copy(),
+                priority=request.priority,
             )
-            for index in range(params.n)
+            for index in range(count)
         ]
 
     def _prefix(
@@ -134,21 +135,31 @@ class Admission:
                 raise InvalidRequest(f"token id {wrong} is not in 0 … {vocab - 1}", param)
         adapter_id = None if entry is None else entry.adapter_id
         if needs.codec not in (None, self._languages.of(adapter_id).text.key):
-            raise AdapterReplaced(str(needs.request.model))
+            raise AdapterReplaced(str(needs.model))
 
-    def _check_length(self, prompt: int, max_tokens: int | None) -> int:
+    def _check_length(self, request: EngineRequest) -> int:
         """Length of prompt and output together."""
-        limit = self.limits.max_model_len
-        if prompt >= limit:
+        prompt, limit = len(request.prompt_token_ids), self.limits.max_model_len
+        # A token that is chosen has a place in the context, an embedding has none.
+        longest = limit if isinstance(request, EmbeddingRequest) else limit - 1
+        if prompt > longest:
             raise InvalidRequest(
                 f"the prompt has {prompt} tokens and the context {limit}: "
-                f"shorten it to {limit - 1} or less",
+                f"shorten it to {longest} or less",
                 "prompt",
             )
+        if isinstance(request, EmbeddingRequest):
+            return prompt + 1
+        max_tokens, min_tokens = request.params.max_tokens, request.params.min_tokens
         if max_tokens is not None and prompt + max_tokens > limit:
             raise InvalidRequest(
                 f"max_tokens ({max_tokens}) and the prompt ({prompt} tokens) exceed the context of "
                 f"{limit}: ask for {limit - prompt} tokens or less",
                 "max_tokens",
+            )
+        if min_tokens > limit - prompt:
+            raise InvalidRequest(
+                f"min_tokens ({min_tokens}) does not fit behind {prompt} prompt tokens",
+                "min_tokens",
             )
         return limit if max_tokens is None else prompt + max_tokens

@@ -10,17 +10,21 @@ from loramux.guide import GuideFailed
 from loramux.plan import SequenceResult
 from loramux.scheduling.request import Request
 from loramux.scheduling.stop import Finish, StopText, StopTokens
-from loramux.types import Delta, TokenLogprobs
+from loramux.types import Delta, SamplingParams, TokenLogprobs
 
 
 class Answer:
     """Turns the results of one sequence into deltas."""
 
     def __init__(
-        self, request: Request, detokenizer: Detokenizer, eos_token_ids: Collection[int]
+        self,
+        request: Request,
+        params: SamplingParams,
+        detokenizer: Detokenizer,
+        eos_token_ids: Collection[int],
     ) -> None:
-        params = request.params
         self._request = request
+        self._asks_prompt = params.prompt_logprobs is not None
         self._stop_tokens = StopTokens(
             params,
             eos_token_ids=eos_token_ids,
@@ -87,9 +91,8 @@ class Answer:
     ) -> Delta:
         request = self._request
         prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-        asked = request.params.prompt_logprobs is not None
         # A completion that ends before its prompt has been read reports none rather than a part.
-        if self._is_first and asked and not request.wants_prompt_logprobs:
+        if self._is_first and self._asks_prompt and not request.wants_prompt_logprobs:
             prompt_logprobs = (None, *request.prompt_logprobs)
         cached_tokens = request.num_cached if self._is_first else 0
         waited = request.waited if self._is_first else None

@@ -12,8 +12,8 @@ from loramux.errors import EngineStopped
 from loramux.types import (
     AdapterInfo,
     Delta,
+    EngineRequest,
     EngineStats,
-    GenerationRequest,
     SourceRules,
     new_request_id,
 )
@@ -58,12 +58,12 @@ class AsyncEngine:
         """End all requests with the reason ``abort``, and the engine after its current step."""
         await self._service.stop()
 
-    async def submit(self, request: GenerationRequest) -> EngineStream:
+    async def submit(self, request: EngineRequest) -> EngineStream:
         """Raises RequestError, MissingPackage, or EngineStopped when the engine is down."""
         self._check_alive()
         request_id = request.request_id or new_request_id()
         # Before the request is: the first delta may be here before the service's answer.
-        stream = self._streams.open(request_id, request.params.n)
+        stream = self._streams.open(request_id, request.num_completions)
         try:
             await self._service.submit(replace(request, request_id=request_id))
         except asyncio.CancelledError:

@@ -10,6 +10,7 @@ from loramux.adapters.catalog import Catalog
 from loramux.adapters.residency import Residency
 from loramux.engine.adapters import AdapterDesk, IncomingAdapter
 from loramux.engine.answer import Answer
+from loramux.engine.embedding import Embedding
 from loramux.engine.interface import LaunchedStep, Worker
 from loramux.engine.languages import Languages
 from loramux.engine.origins import Origin
@@ -21,7 +22,14 @@ from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.scheduling.tally import ADAPTERS, SEQUENCES, STEP_SECONDS, Tally
-from loramux.types import AdapterInfo, Delta, EngineStats, RequestId, SourceRules
+from loramux.types import (
+    AdapterInfo,
+    Delta,
+    EngineStats,
+    PoolingParams,
+    RequestId,
+    SourceRules,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +80,13 @@ class EngineCore:
         self._blocks = BlockAllocator(num_blocks)
         self._residency = Residency(num_slots, arena_bytes, host_bytes, max_host_copies)
         self.adapters = AdapterDesk(catalog, self._residency, worker, languages)
-        self._answers: dict[RequestId, Answer] = {}
+        self._answers: dict[RequestId, Answer | Embedding] = {}
         self._scheduler = Scheduler(
             limits,
             self._blocks,
             self._residency,
             drains=Drains(adapter_max_wait, clock),
-            forbidden_tokens=lambda request: self._answers[request.request_id].forbidden_tokens(),
+            forbidden_tokens=self._forbidden_tokens,
             clock=clock,
         )
         self._watch = PoolWatch(self._residency, slot_bytes=slot_bytes, clock=clock)
@@ -167,12 +175,7 @@ class EngineCore:
     def add(self, requests: Sequence[Request]) -> None:
         """Queue admitted sequences whose adapter is installed."""
         for request in requests:
-            language = self._languages.of(request.adapter_id)
-            detokenizer = language.text.detokenizer(
-                skip_special_tokens=request.params.skip_special_tokens,
-                kept=request.params.kept_special_tokens,
-            )
-            self._answers[request.request_id] = Answer(request, detokenizer, language.eos_token_ids)
+            self._answers[request.request_id] = self._answer_of(request)
             if request.adapter_id is not None:
                 self.adapters.note_use(request.adapter_id)
                 self._watch.note_request(request.adapter_id)
@@ -250,13 +253,18 @@ class EngineCore:
         self._scheduler.check()
         assert {r.request_id for r in self._scheduler.requests()} == self._answers.keys()
         self.adapters.check()
-        sampling: set[Request] = set()
+        ending: set[Request] = set()
         if self._in_flight is not None:
             step = self._in_flight.step
             parts = zip(step.requests, step.plan.sequences, strict=True)
-            sampling = {request for request, part in parts if part.sample is not None}
+            ending = {
+                request
+                for request, part in parts
+                if part.sample is not None
+                or (part.hidden is not None and part.end == request.num_prompt_tokens)
+            }
         for request in self._scheduler.requests():
-            assert request.num_in_flight == (request in sampling), "a token in flight is lost"
+            assert request.num_in_flight == (request in ending), "a token in flight is lost"
 
     def _step(self) -> list[Delta]:
         current = self._in_flight or self._launch()
@@ -298,6 +306,10 @@ class EngineCore:
             answer = self._answers[request.request_id]
             if result.error is not None:
                 delta = answer.fail(result.error)
+            elif isinstance(answer, Embedding):
+                delta = answer.push(result, start=part.start, end=part.end)
+                if delta is None:
+                    continue
             elif part.sample is None:
                 continue
             else:
@@ -310,6 +322,21 @@ class EngineCore:
                 self._counters.finished += 1
             deltas.append(delta)
         return deltas
+
+    def _answer_of(self, request: Request) -> Answer | Embedding:
+        params = request.params
+        if isinstance(params, PoolingParams):
+            return Embedding(request, params)
+        language = self._languages.of(request.adapter_id)
+        detokenizer = language.text.detokenizer(
+            skip_special_tokens=params.skip_special_tokens, kept=params.kept_special_tokens
+        )
+        return Answer(request, params, detokenizer, language.eos_token_ids)
+
+    def _forbidden_tokens(self, request: Request) -> tuple[int, ...]:
+        answer = self._answers[request.request_id]
+        assert isinstance(answer, Answer), "an embedding chooses no tokens"
+        return answer.forbidden_tokens()
 
     def _finish(self, request: Request) -> None:
         self._scheduler.remove(request)
@@ -329,8 +356,8 @@ class EngineCore:
         counters.last_step_adapters = len(adapters)
         counters.max_step_adapters = max(counters.max_step_adapters, len(adapters))
         for request, part in zip(step.requests, step.plan.sequences, strict=True):
-            end = part.start + len(part.token_ids)
-            counters.prompt_tokens += max(0, min(end, request.num_prompt_tokens) - part.start)
+            computed = min(part.end, request.num_prompt_tokens) - part.start
+            counters.prompt_tokens += max(0, computed)
 
 
 def _must_be_known(part: SequenceStep) -> bool:

@@ -13,8 +13,8 @@ from loramux.types import (
     AdapterId,
     AdapterInfo,
     Delta,
+    EngineRequest,
     EngineStats,
-    GenerationRequest,
     RequestId,
     SourceRules,
 )
@@ -212,7 +212,7 @@ class Engine(EngineCalls, Protocol):
     but for ``adapters`` and ``stats``, which tell what was known last.
     """
 
-    async def submit(self, request: GenerationRequest) -> Stream:
+    async def submit(self, request: EngineRequest) -> Stream:
         """Queue a request. Raises RequestError (UnknownModel, InvalidRequest, AdapterReplaced) at
         once, so that a server can answer with a status before it starts a stream; MissingPackage
         for a guide without llguidance; EngineStopped when it is down.
@@ -251,7 +251,7 @@ class Service(EngineCalls, Protocol):
         """End all requests with the reason ``abort``, then the service."""
         ...
 
-    async def submit(self, request: GenerationRequest) -> None:
+    async def submit(self, request: EngineRequest) -> None:
         """Queue a request that has an id. Raises as ``Engine.submit`` does."""
         ...
 

@@ -12,17 +12,21 @@ from loramux.engine.build import Parts, build_parts
 from loramux.engine.fetcher import Fetcher, Outcome
 from loramux.engine.interface import TextCodec
 from loramux.engine.origins import Origin
-from loramux.errors import InvalidRequest
+from loramux.errors import EmbeddingFailed, InvalidRequest
 from loramux.types import (
     AdapterInfo,
     Completion,
     Delta,
+    EmbeddingRequest,
+    EngineRequest,
     EngineStats,
     GenerationRequest,
+    PoolingParams,
     RequestId,
     RequestOutput,
     SamplingParams,
     TokenLogprobs,
+    numbers_of,
 )
 
 Prompt = str | Sequence[int]
@@ -71,10 +75,12 @@ class LLM:
         *,
         adapter: str | Sequence[str | None] | None = None,
         cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids) in one continuous batch, in their order.
 
-        ``params`` and ``adapter`` are for all prompts or one for each; None is the base model.
+        ``params``, ``adapter`` and ``priority`` are for all prompts or one for each; the adapter
+        None is the base model, and prompts whose priority is a lower number are served first.
         Prompts share the prefix cache with those of the same ``cache_salt`` alone.
         Raises UnknownModel or InvalidRequest, and then runs nothing; EngineStopped once a step has
         failed.
@@ -82,15 +88,52 @@ class LLM:
         given = _as_prompts(prompts)
         all_params = _one_each("params", params or SamplingParams(), len(given), SamplingParams)
         models = _one_each("adapter", adapter, len(given), str | None)
-        prompt_ids = [
-            self.text_of(model).encode(prompt) if isinstance(prompt, str) else list(prompt)
-            for prompt, model in zip(given, models, strict=True)
-        ]
+        priorities = _one_each("priority", priority, len(given), int)
+        prompt_ids = self._encoded(given, models)
         requests = [
-            GenerationRequest(prompt_token_ids=ids, params=p, model=model, cache_salt=cache_salt)
-            for ids, p, model in zip(prompt_ids, all_params, models, strict=True)
+            GenerationRequest(
+                prompt_token_ids=ids, params=p, model=model, cache_salt=cache_salt, priority=number
+            )
+            for ids, p, model, number in zip(
+                prompt_ids, all_params, models, priorities, strict=True
+            )
         ]
-        return self._run(requests)
+        outputs = [_Output(request) for request in requests]
+        request_ids = self._run(requests, outputs)
+        return [o.finished(id_) for o, id_ in zip(outputs, request_ids, strict=True)]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: PoolingParams | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
+    ) -> list[list[float]]:
+        """A vector for each prompt, all in one batch; arguments as in ``generate``.
+
+        Raises as ``generate`` does, and EmbeddingFailed where a prompt has no vector (its adapter
+        cannot be read any more, its hidden states are not finite).
+        """
+        given = _as_prompts(prompts)
+        models = _one_each("adapter", adapter, len(given), str | None)
+        priorities = _one_each("priority", priority, len(given), int)
+        requests = [
+            EmbeddingRequest(
+                prompt_token_ids=ids,
+                params=params or PoolingParams(),
+                model=model,
+                cache_salt=cache_salt,
+                priority=number,
+            )
+            for ids, model, number in zip(
+                self._encoded(given, models), models, priorities, strict=True
+            )
+        ]
+        vectors = [_Vector() for _ in requests]
+        self._run(requests, vectors)
+        return [vector.numbers() for vector in vectors]
 
     def chat(
         self,
@@ -99,6 +142,7 @@ class LLM:
         *,
         adapter: str | Sequence[str | None] | None = None,
         cache_salt: str | None = None,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Answer conversations (lists of messages) through the model's chat template."""
         models = _one_each("adapter", adapter, len(conversations), str | None)
@@ -106,7 +150,9 @@ class LLM:
             self.text_of(model).render_chat(messages)
             for messages, model in zip(conversations, models, strict=True)
         ]
-        return self.generate(prompts, params, adapter=models, cache_salt=cache_salt)
+        return self.generate(
+            prompts, params, adapter=models, cache_salt=cache_salt, priority=priority
+        )
 
     def text_of(self, adapter: str | None = None) -> TextCodec:
         """Text to tokens and back, by the tokenizer of an adapter or of the base.
@@ -131,23 +177,35 @@ class LLM:
     def stats(self) -> EngineStats:
         return self._core.stats()
 
-    def _run(self, requests: Sequence[GenerationRequest]) -> list[RequestOutput]:
+    def _encoded(
+        self, prompts: Sequence[Prompt], models: Sequence[str | None]
+    ) -> list[Sequence[int]]:
+        """The tokens of each prompt, by the tokenizer of its model. Raises UnknownModel."""
+        return [
+            self.text_of(model).encode(prompt) if isinstance(prompt, str) else list(prompt)
+            for prompt, model in zip(prompts, models, strict=True)
+        ]
+
+    def _run(
+        self, requests: Sequence[EngineRequest], outputs: Sequence[_Output | _Vector]
+    ) -> list[RequestId]:
+        """Run requests to their ends, each into its output; their ids."""
         self._core.check_alive()
-        outputs: dict[RequestId, _Output] = {}
+        output_of: dict[RequestId, _Output | _Vector] = {}
         try:
-            for request in requests:
+            for request, output in zip(requests, outputs, strict=True):
                 sequences = self._admission.admit(request)
                 self._core.add(sequences)
-                outputs[sequences[0].parent_id] = _Output(request, len(sequences))
+                output_of[sequences[0].parent_id] = output
             while self._core.has_work:
                 self._fetcher.start(self._core.take_fetches())
                 for delta in [*self._take_fetched(), *self._core.step()]:
-                    outputs[delta.request_id].push(delta)
+                    output_of[delta.request_id].push(delta)
         except BaseException:
-            for request_id in outputs:
+            for request_id in output_of:
                 self._core.abort(request_id)
             raise
-        return [output.finished(request_id) for request_id, output in outputs.items()]
+        return list(output_of)
 
     def _take_fetched(self) -> list[Delta]:
         """Adapters that have been fetched; waits for one where no step can be made without."""
@@ -167,7 +225,8 @@ class LLM:
 class _Output:
     """Collects the deltas of one request."""
 
-    def __init__(self, request: GenerationRequest, num_completions: int) -> None:
+    def __init__(self, request: GenerationRequest) -> None:
+        num_completions = request.num_completions
         self._request = request
         self._texts = [""] * num_completions
         self._tokens: list[list[int]] = [[] for _ in range(num_completions)]
@@ -207,6 +266,23 @@ class _Output:
             stop_reason=last.stop_reason,
             logprobs=tuple(self._logprobs[index]),
         )
+
+
+class _Vector:
+    """Takes the one delta of an embedding."""
+
+    def __init__(self) -> None:
+        self._delta: Delta | None = None
+
+    def push(self, delta: Delta) -> None:
+        self._delta = delta
+
+    def numbers(self) -> list[float]:
+        """Raises EmbeddingFailed."""
+        assert self._delta is not None, "a request has run and has no end"
+        if self._delta.embedding is None:
+            raise EmbeddingFailed(self._delta.error or "the request was aborted")
+        return numbers_of(self._delta.embedding)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -26,6 +26,7 @@ from loramux.errors import EngineStopped, LoramuxError, TooManyRequests
 from loramux.types import (
     AdapterInfo,
     Delta,
+    EngineRequest,
     EngineStats,
     GenerationRequest,
     RequestId,
@@ -133,11 +134,11 @@ class EngineService:
         await self._admin.prepare(model)
         return self._languages.of(self._admission.catalog.id_of(model)).text
 
-    async def submit(self, request: GenerationRequest) -> None:
+    async def submit(self, request: EngineRequest) -> None:
         """Raises RequestError, MissingPackage, or EngineStopped when the engine is down."""
         self._check_open()
         grammar = None
-        if request.params.guide is not None:
+        if isinstance(request, GenerationRequest) and request.params.guide is not None:
             text = self._admission.compiler_of(request)
             compiling = self._compilers.submit(text.compile, request.params.guide)
             grammar = await asyncio.wrap_future(compiling)

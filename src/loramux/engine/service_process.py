@@ -20,8 +20,8 @@ from loramux.engine.interface import Listener, Service, TextCodec
 from loramux.errors import EngineStopped
 from loramux.types import (
     AdapterInfo,
+    EngineRequest,
     EngineStats,
-    GenerationRequest,
     RequestId,
     SourceRules,
 )
@@ -101,7 +101,7 @@ class ServiceProcess:
             self._process.kill()
             await self._ended.wait()
 
-    async def submit(self, request: GenerationRequest) -> None:
+    async def submit(self, request: EngineRequest) -> None:
         await self._call("submit", request)
 
     def abort(self, request_id: RequestId) -> None:

@@ -37,6 +37,12 @@ class BaseModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
 
+    @property
+    def hidden_size(self) -> int:
+        """Numbers that the head takes for each token."""
+        head: Any = self.model.get_output_embeddings()
+        return head.weight.shape[1]
+
 
 def load_base(path: str, options: ModelOptions) -> BaseModel:
     """Load a model directory. Raises ConfigError or ModelNotServable, with the reason."""

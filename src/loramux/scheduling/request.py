@@ -7,7 +7,17 @@ from dataclasses import dataclass, field
 
 from loramux.guide import Matcher
 from loramux.scheduling.prefixes import PrefixKeys
-from loramux.types import AdapterId, RequestId, SamplingParams, TokenLogprobs, Waited
+from loramux.types import (
+    AdapterId,
+    PoolingParams,
+    RequestId,
+    SamplingParams,
+    TokenLogprobs,
+    Waited,
+)
+
+Turn = tuple[int, int]
+"""Priority and arrival: the least one is served first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -15,13 +25,14 @@ class Request:
     """A prompt and the output it has so far.
 
     A request with ``n`` completions enters as ``n`` of these, with one ``parent_id`` and the
-    indices 0 … n-1; ``request_id`` is unique.
+    indices 0 … n-1; ``request_id`` is unique. An embedding is an output of one token that has no
+    number and never lands.
     """
 
     request_id: RequestId
     parent_id: RequestId
     index: int
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     seed: int
     adapter_id: AdapterId | None
     tokens: list[int]
@@ -33,8 +44,10 @@ class Request:
     """What follows its output through its guide, with each token that lands."""
     prefix: PrefixKeys | None = None
     """By which its full blocks are found; None where it neither looks for blocks nor leaves any."""
-    arrival: int = 0
-    """Place in the order of arrival, given by the scheduler."""
+    priority: int = 0
+    """The lower the number, the earlier it is served."""
+    turn: Turn = (0, 0)
+    """Its place among all requests, given by the scheduler."""
     num_in_flight: int = 0
     """Tokens that follow ``tokens``: launched steps sample them, and nobody knows them yet."""
     num_computed: int = 0
@@ -90,8 +103,18 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Some prompt log-probabilities were asked for and are not all known."""
-        asked = self.params.prompt_logprobs is not None
-        return asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+        params = self.params
+        if isinstance(params, PoolingParams) or params.prompt_logprobs is None:
+            return False
+        return len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    @property
+    def needs_every_token(self) -> bool:
+        """Whether what it asks for comes out of computing each token of its prompt, so that it may
+        find none computed."""
+        if isinstance(self.params, PoolingParams):
+            return self.params.pooling == "mean"
+        return self.wants_prompt_logprobs
 
     def land(self, token_id: int) -> None:
         """Take the first token in flight, which is known now."""

@@ -7,17 +7,18 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from loramux.adapters.residency import Residency
 from loramux.plan import PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPlan
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.load_budget import MAX_STEP_LOAD_BYTES, LoadBudget
-from loramux.scheduling.request import Request
+from loramux.scheduling.request import Request, Turn
 from loramux.scheduling.sequence_blocks import SequenceBlocks
 from loramux.scheduling.slot_use import SlotUse
 from loramux.scheduling.tally import Tally
-from loramux.types import AdapterId, RequestId, Waited
+from loramux.types import AdapterId, PoolingParams, RequestId, Waited
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,16 @@ class Step:
 
 
 class Scheduler:
-    """Continuous batching: running requests first, then waiting ones, each in order of arrival.
+    """Continuous batching: running requests first, then waiting ones, each in turn.
 
+    A request's turn is its priority, the lowest number first, and then its arrival; it stays.
     Every running request gets a token of the budget; a long prompt is read in chunks of what the
-    others leave. When blocks run out, the running request that arrived last is preempted: it loses
+    others leave. When blocks run out, the running request with the last turn is preempted: it loses
     its blocks, waits in its old place and is recomputed later, but for what it finds still there
-    (``SequenceBlocks``). The running request that arrived first always goes on, because one
-    sequence of the greatest length fits into the cache (``fits``), so every request ends.
+    (``SequenceBlocks``). Nobody is preempted for the sake of a later turn, so no two preempt each
+    other. The running request with the first turn always goes on, because one sequence of the
+    greatest length fits into the cache (``fits``); so every request ends, unless there is no end of
+    more urgent ones. A request that waits preempts nobody, however urgent it is.
 
     A request whose adapter has no slot is passed by others, for a bounded time (``Drains``). Where
     many adapters come at once, they come one or a few a step (``LoadBudget``).
@@ -76,7 +80,7 @@ class Scheduler:
         self._slots = SlotUse(residency, drains)
         self._forbidden_tokens = forbidden_tokens
         self._clock = clock
-        self._waiting: list[Request] = []  # both lists in order of arrival
+        self._waiting: list[Request] = []  # both lists in order of their turns
         self._running: list[Request] = []
         self._ending: list[Request] = []  # only the result of a launched step is left to come
         self._num_arrived = 0
@@ -114,10 +118,12 @@ class Scheduler:
         """Adapters in the running batch; for any thread."""
         return self._slots.running()
 
-    def waiting_adapters(self) -> set[AdapterId]:
-        """Adapters with sequences that wait; for any thread."""
+    def waiting_adapters(self) -> dict[AdapterId, int]:
+        """Adapters with sequences that wait, and the priority of the most urgent of each; for any
+        thread."""
         waiting = list(self._waiting)  # in one go, as the engine's thread may change it
-        return {r.adapter_id for r in waiting if r.adapter_id is not None}
+        # Of each adapter the first one counts, which comes last here.
+        return {r.adapter_id: r.priority for r in reversed(waiting) if r.adapter_id is not None}
 
     @property
     def has_work(self) -> bool:
@@ -139,14 +145,15 @@ class Scheduler:
         """Queue a request that has at least one token and whose adapter the residency knows."""
         assert request.request_id not in self._by_id, "a request id is used twice"
         assert request.tokens, "an empty prompt has nothing to compute"
-        assert self.fits(request.max_total_tokens), "admission must refuse what cannot fit"
+        # The last token's keys and values are never computed.
+        assert self.fits(request.max_total_tokens - 1), "admission must refuse what cannot fit"
         self._by_id[request.request_id] = request
-        request.arrival = self._num_arrived
+        request.turn = (request.priority, self._num_arrived)
         request.queued_at = self._clock()
         self._num_arrived += 1
         if not self._slots.has_copy(request.adapter_id):
             request.note_without_slot(request.queued_at)  # it may be that no step can be made
-        self._waiting.append(request)
+        insort(self._waiting, request, key=_turn)
 
     def remove(self, request: Request) -> None:
         """Forget a finished or aborted request, whether it runs, waits or is about to end."""
@@ -157,7 +164,7 @@ class Scheduler:
             self._ending.remove(request)
         else:
             self._waiting.remove(request)
-            self._end_wait_without(request.adapter_id)
+            self._note_first_waiting(request.adapter_id)
 
     def distrust(self, request: Request) -> None:
         """A request's logits are not finite: nobody shall find its keys and values.
@@ -197,7 +204,7 @@ class Scheduler:
         chosen: list[tuple[Request, int]] = []
         for request in list(self._running):
             if not request.running:
-                continue  # preempted in favour of an earlier request of this same step
+                continue  # preempted in favour of another one of this same step
             count = min(request.num_uncomputed, 1 + budget)
             if self._grow_or_preempt(request, count):
                 chosen.append((request, count))
@@ -208,16 +215,17 @@ class Scheduler:
         self._admit(budget, chosen, orders)
         if not chosen:
             return None
-        chosen.sort(key=lambda item: item[0].arrival)
+        chosen.sort(key=lambda item: item[0].turn)
         if all(request.adapter_id is not None for request, _ in chosen):
             # Rows of one slot side by side spare the LoRA ops a gather. Not beside base rows: where
             # a row stands in a matrix product can change its last bits, and whether its neighbours
             # have adapters must not change that.
             chosen.sort(key=lambda item: self._slots.slot_of(item[0].adapter_id))
         plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
-        for (request, count), part in zip(chosen, plan.sequences, strict=True):
+        for request, count in chosen:
             request.num_computed += count
-            request.num_in_flight += part.sample is not None
+            # What comes out of its last token is on its way.
+            request.num_in_flight += request.num_uncomputed == 0
         return Step(plan, tuple(request for request, _ in chosen))
 
     def check(self) -> None:
@@ -227,7 +235,7 @@ class Scheduler:
         assert set(self._by_id.values()) == set(queued)
         assert len(self._by_id) == len(queued)
         for queue in (self._waiting, self._running):
-            assert queue == sorted(queue, key=_arrival), "the order of arrival is lost"
+            assert queue == sorted(queue, key=_turn), "the order of turns is lost"
         for request in (*self._waiting, *self._ending):
             assert not request.running
             assert not request.blocks
@@ -237,7 +245,7 @@ class Scheduler:
             assert 0 < request.num_computed < request.num_tokens <= request.max_total_tokens
             assert self._blocks.count(request.num_computed) == len(request.blocks)
         running = Counter(r.adapter_id for r in self._running if r.adapter_id is not None)
-        self._slots.check(running, self.waiting_adapters())
+        self._slots.check(running, self.waiting_adapters(), self._in_use_before)
 
     def _retire(self) -> None:
         """Take blocks, slots and places from those that certainly end with a token in flight."""
@@ -255,16 +263,26 @@ class Scheduler:
             if request.has_gained:
                 self._preempt(request)
 
-    def _end_wait_without(self, adapter_id: AdapterId | None) -> None:
-        """An adapter waits for a slot only while a request of it does."""
-        if adapter_id is not None and all(r.adapter_id != adapter_id for r in self._waiting):
+    def _note_first_waiting(self, adapter_id: AdapterId | None) -> None:
+        """An adapter waits for a slot only while a request of it does, and with its priority."""
+        if adapter_id is None:
+            return
+        first = next((r for r in self._waiting if r.adapter_id == adapter_id), None)
+        if first is None:
             self._slots.end_wait(adapter_id)
+        else:
+            self._slots.note_priority(adapter_id, first.priority)
+
+    def _in_use_before(self, priority: int) -> set[AdapterId]:
+        """Adapters with running requests that are more urgent than a priority."""
+        earlier = takewhile(lambda request: request.priority < priority, self._running)
+        return {r.adapter_id for r in earlier if r.adapter_id is not None}
 
     def _has_copy(self, request: Request) -> bool:
         return self._slots.has_copy(request.adapter_id)
 
     def _grow_or_preempt(self, request: Request, count: int) -> bool:
-        """Find blocks for ``count`` more tokens, at the cost of requests that arrived later."""
+        """Find blocks for ``count`` more tokens, at the cost of requests with later turns."""
         while not self._blocks.grow(request, count):
             victim = self._running[-1]
             self._preempt(victim)
@@ -277,7 +295,7 @@ class Scheduler:
         request.num_preemptions += 1
         if request.wants_prompt_logprobs:
             request.prompt_logprobs.clear()  # reported again, from the start
-        insort(self._waiting, request, key=_arrival)
+        insort(self._waiting, request, key=_turn)
         self.num_preemptions += 1
 
     def _stop_running(self, request: Request) -> None:
@@ -301,10 +319,15 @@ class Scheduler:
             if request.adapter_id in without_slot:
                 request.note_without_slot(now)
                 continue
-            if not self._slots.can_have(request.adapter_id):
+            if not self._slots.can_have(request.adapter_id, request.priority):
                 without_slot.add(request.adapter_id)
                 request.note_without_slot(now)
-                self._slots.wait(request.adapter_id, self.waiting_adapters)
+                self._slots.wait(
+                    request.adapter_id,
+                    request.priority,
+                    waiting=self.waiting_adapters,
+                    in_use_before=self._in_use_before,
+                )
                 continue
             found = self._blocks.find(request)
             # Room for everything known so far, not for the first chunk alone: a request that
@@ -315,7 +338,7 @@ class Scheduler:
                 without_slot.add(request.adapter_id)
                 request.note_without_slot(now)
                 continue
-            orders.extend(self._slots.take(request.adapter_id))
+            orders.extend(self._slots.take(request.adapter_id, request.priority))
             if not request.num_preemptions:
                 self._note_first_start(request, now)
             self._blocks.start(request, found)
@@ -323,7 +346,7 @@ class Scheduler:
             grown = self._blocks.grow(request, count)
             assert grown, "the blocks were counted a moment ago"
             self._waiting.remove(request)
-            insort(self._running, request, key=_arrival)
+            insort(self._running, request, key=_turn)
             request.running = True
             request.num_at_start = request.num_tokens
             chosen.append((request, count))
@@ -344,18 +367,25 @@ class Scheduler:
         if request.num_in_flight:
             assert not token_ids, "a token that is known stands before one that is not computed"
             token_ids = [PENDING_TOKEN]
-        sample = None
-        if end == num_tokens:
+        params, sample, hidden = request.params, None, None
+        if isinstance(params, PoolingParams):
+            if params.pooling == "mean":
+                hidden = "sum"
+            elif end == num_tokens:
+                hidden = "last"
+        elif end == num_tokens:
             sample = Sample(
-                params=request.params,
+                params=params,
                 seed=request.seed,
                 tokens=request.tokens,
                 num_prompt_tokens=request.num_prompt_tokens,
                 position=num_tokens - request.num_prompt_tokens,
-                forbidden=self._forbidden_tokens(request) if request.params.min_tokens else (),
+                forbidden=self._forbidden_tokens(request) if params.min_tokens else (),
                 allowed=None if request.matcher is None else request.matcher.allowed,
             )
-        wants_prompt = request.wants_prompt_logprobs
+        prompt_top = None
+        if not isinstance(params, PoolingParams) and request.wants_prompt_logprobs:
+            prompt_top = params.prompt_logprobs
         return SequenceStep(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -363,11 +393,12 @@ class Scheduler:
             block_table=request.blocks[:],
             slot=self._slots.slot_of(request.adapter_id),
             sample=sample,
-            prompt_logprobs=request.params.prompt_logprobs if wants_prompt else None,
+            prompt_logprobs=prompt_top,
             # There is no output yet while some of these are missing.
-            next_prompt_tokens=request.tokens[start + 1 : end + 1] if wants_prompt else (),
+            next_prompt_tokens=() if prompt_top is None else request.tokens[start + 1 : end + 1],
+            hidden=hidden,
         )
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+def _turn(request: Request) -> Turn:
+    return request.turn

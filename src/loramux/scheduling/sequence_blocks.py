@@ -39,8 +39,7 @@ class SequenceBlocks:
 
     def find(self, request: Request) -> list[int]:
         """The known blocks that a waiting request can start with."""
-        # Prompt log-probabilities come out of computing the prompt.
-        if request.prefix is None or request.wants_prompt_logprobs:
+        if request.prefix is None or request.needs_every_token:
             return []
         most = (len(request.tokens) - 1) // self._block_size
         return self._blocks.find(request.prefix.between(0, most, request.tokens))
@@ -56,7 +55,7 @@ class SequenceBlocks:
         request.blocks.extend(found)
         request.num_known_blocks = len(found)
         request.num_computed = len(found) * self._block_size
-        has_looked = request.prefix is not None and not request.wants_prompt_logprobs
+        has_looked = request.prefix is not None and not request.needs_every_token
         if has_looked and not request.num_preemptions:
             request.num_cached = request.num_computed
             self.num_asked += request.num_prompt_tokens

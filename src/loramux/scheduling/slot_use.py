@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from loramux.adapters.residency import Residency
 from loramux.plan import SlotOrder
@@ -55,16 +55,16 @@ class SlotUse:
         pushed = {a for a in waiting if self._drains.may_push_aside(adapter_id, a)}
         return (set(waiting) - pushed) | self._running.keys()
 
-    def can_have(self, adapter_id: AdapterId | None) -> bool:
+    def can_have(self, adapter_id: AdapterId | None, priority: int) -> bool:
         """Whether a sequence of an adapter may start now, as far as its slot is concerned."""
         if adapter_id is None:
             return True
         if not self.has_copy(adapter_id):
             return False
         if self._residency.find_slot(adapter_id) is None:
-            if self._drains.comes_later(adapter_id, ready=self._residency.host):
+            if self._drains.comes_later(adapter_id, priority, ready=self._residency.host):
                 return False
-        elif self._drains.is_draining(adapter_id):
+        elif self._drains.is_draining(adapter_id, priority):
             return False
         return self._residency.can_place(adapter_id, self._running.keys())
 
@@ -74,13 +74,14 @@ class SlotUse:
             return True
         return loads.take(self._residency.bytes_of(adapter_id))
 
-    def take(self, adapter_id: AdapterId | None) -> tuple[SlotOrder, ...]:
+    def take(self, adapter_id: AdapterId | None, priority: int) -> tuple[SlotOrder, ...]:
         """A sequence of an adapter that can have a slot starts; what brings the adapter there."""
         if adapter_id is None:
             return ()
         orders = self._residency.place(adapter_id, in_use=self._running.keys())
         assert orders is not None, "the slot was there a moment ago"
         self._drains.note_no_wait(adapter_id)
+        self._drains.note_start(adapter_id, priority)
         self._running[adapter_id] += 1
         return orders
 
@@ -94,18 +95,32 @@ class SlotUse:
             self._residency.note_idle(adapter_id)
 
     def wait(
-        self, adapter_id: AdapterId | None, waiting: Callable[[], Collection[AdapterId]]
+        self,
+        adapter_id: AdapterId | None,
+        priority: int,
+        *,
+        waiting: Callable[[], Collection[AdapterId]],
+        in_use_before: Callable[[int], Collection[AdapterId]],
     ) -> None:
-        """A sequence of an adapter cannot start for want of a slot.
+        """The first waiting sequence of an adapter cannot start for want of a slot.
 
-        ``waiting``: all adapters with sequences that wait, for whatever reason.
+        ``waiting``: all adapters with sequences that wait, for whatever reason. ``in_use_before``:
+        those that run sequences more urgent than a priority.
         """
         if adapter_id is None or self._is_only_fetched(adapter_id, waiting):
             return
-        if not self._drains.is_draining(adapter_id):
+        if not self._drains.is_draining(adapter_id, priority):
             self._drains.note_wait(
-                adapter_id, self._running, self._residency.pinned, self._residency.can_place
+                adapter_id,
+                priority,
+                running=self._running,
+                never={*self._residency.pinned, *in_use_before(priority)},
+                can_place=self._residency.can_place,
             )
+
+    def note_priority(self, adapter_id: AdapterId, priority: int) -> None:
+        """Of the most urgent of an adapter's sequences that wait."""
+        self._drains.note_priority(adapter_id, priority)
 
     def pause(self, adapter_id: AdapterId) -> None:
         """An adapter's copy is on its way now, and its slot is not needed before it is there."""
@@ -115,14 +130,19 @@ class SlotUse:
         """No sequence of an adapter waits any more."""
         self._drains.note_no_wait(adapter_id)
 
-    def check(self, running: Counter[AdapterId], waiting: Collection[AdapterId]) -> None:
+    def check(
+        self,
+        running: Counter[AdapterId],
+        waiting: Mapping[AdapterId, int],
+        in_use_before: Callable[[int], Collection[AdapterId]],
+    ) -> None:
         """Assert that adapters with ``running`` sequences, so many of each, have their slots."""
         self._residency.check()
         assert running == self._running
         assert len(running) <= self._residency.num_slots
         for adapter_id in running:
             self._residency.slot_of(adapter_id)
-        self._drains.check(waiting)
+        self._drains.check(waiting, in_use_before)
 
     def _is_only_fetched(
         self, adapter_id: AdapterId, waiting: Callable[[], Collection[AdapterId]]

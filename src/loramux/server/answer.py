@@ -9,19 +9,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from loramux.engine.interface import Engine, Stream, TextCodec
+from loramux.engine.interface import Engine, Stream
 from loramux.errors import EngineStopped, LoramuxError
 from loramux.server.errors import DeadlineExceeded, GenerationFailed
 from loramux.server.limits import Account
 from loramux.server.metrics import Timer
-from loramux.types import (
-    Delta,
-    FinishReason,
-    GenerationRequest,
-    SamplingParams,
-    TokenLogprobs,
-    Waited,
-)
+from loramux.types import Delta, EngineRequest, FinishReason, TokenLogprobs, Waited
 
 PromptLogprobs = Sequence[TokenLogprobs | None]
 
@@ -43,6 +36,8 @@ class Part:
     """With a choice's first part, where the request asked for them."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    embedding: bytes | None = None
+    """As in ``Delta``."""
 
     def extend(self, other: Part) -> None:
         """Append a later part of the same choice."""
@@ -73,7 +68,7 @@ class Usage:
 
 
 class Answer:
-    """All choices of one HTTP request; each prompt is one request of the engine.
+    """All choices, or embeddings, of one HTTP request; each prompt is one request of the engine.
 
     Its owner must call ``abort`` (or leave the ``with`` block) once the answer is no longer wanted,
     finished or not. Its tokens are charged to ``account`` as they are made.
@@ -114,35 +109,21 @@ class Answer:
     async def submit(
         cls,
         engine: Engine,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        requests: Sequence[EngineRequest],
         *,
-        model: str | None,
-        codec: TextCodec,
         timer: Timer,
         seconds: float,
         interval: float,
         account: Account,
-        cache_salt: str | None,
     ) -> Answer:
-        """Submit all prompts, or none where the engine refuses one of them.
+        """Submit all requests, which are of one kind, or none where the engine refuses one of them.
 
         ``seconds``: until the answer must be complete. ``interval``: seconds between parts, but for
         the first and the last. Raises what ``Engine.submit`` does, and KeyLimitReached where the
         prompts' tokens are too many for ``account`` at this time.
         """
         deadline = asyncio.get_running_loop().time() + seconds
-        num_prompt_tokens = sum(len(prompt) for prompt in prompts)
-        requests = [
-            GenerationRequest(
-                prompt_token_ids=token_ids,
-                params=params,
-                model=model,
-                cache_salt=cache_salt,
-                codec=codec.key,
-            )
-            for token_ids in prompts
-        ]
+        num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         # Before they are submitted: other requests of the same key run in between.
         account.spend_prompt(num_prompt_tokens)
         try:
@@ -152,7 +133,7 @@ class Answer:
             raise
         return cls(
             streams,
-            n=params.n,
+            n=requests[0].num_completions,
             num_prompt_tokens=num_prompt_tokens,
             timer=timer,
             seconds=seconds,
@@ -248,10 +229,11 @@ class Answer:
             self._prompt_logprobs.get(prompt) if first else None,
             delta.finish_reason,
             delta.stop_reason,
+            delta.embedding,
         )
 
 
-async def _submit_all(engine: Engine, requests: Sequence[GenerationRequest]) -> list[Stream]:
+async def _submit_all(engine: Engine, requests: Sequence[EngineRequest]) -> list[Stream]:
     """The streams of all requests; if one cannot be submitted, none goes on and its error is
     raised."""
     tasks = [asyncio.create_task(engine.submit(request)) for request in requests]

@@ -12,7 +12,16 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from loramux import __version__
 from loramux.config import ServerOptions
 from loramux.engine.interface import Engine
-from loramux.server import adapters, chat, completions, errors, models, openapi, tokenizing
+from loramux.server import (
+    adapters,
+    chat,
+    completions,
+    embeddings,
+    errors,
+    models,
+    openapi,
+    tokenizing,
+)
 from loramux.server.context import Context, ServerContext
 from loramux.server.key_file import read_keys
 from loramux.server.keys import Keyring
@@ -56,7 +65,7 @@ def create_app(
     app.add_middleware(
         RequestMiddleware, metrics=metrics, access_log=options.access_log, tracing=tracing
     )
-    parts = (models, completions, chat, tokenizing, adapters)
+    parts = (models, completions, chat, embeddings, tokenizing, adapters)
     for part in (router, *(module.router for module in parts)):
         app.include_router(part)
     return app

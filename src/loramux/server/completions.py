@@ -19,7 +19,7 @@ from loramux.server.context import Context
 from loramux.server.openapi import STREAMED, request_body
 from loramux.server.reply import reply
 from loramux.server.schema import CompletionRequest, Prompt
-from loramux.server.tokens import encode
+from loramux.server.tokens import encode_all
 
 router = APIRouter()
 
@@ -31,7 +31,7 @@ async def create_completion(request: Request, context: Context, caller: Asker) -
     request.state.facts.note_body(body)
     params = body.params()
     codec = await context.codec_of(body.model, caller)
-    prompts = [await encode(codec, prompt) for prompt in body.prompt]
+    prompts = await encode_all(codec, body.prompt)
     renderer = CompletionRenderer(body, prompts, codec, answer_id=f"cmpl-{request.state.id}")
     return await reply(
         request,

@@ -66,6 +66,20 @@ class InferenceRefused(RequestError):
         )
 
 
+class PriorityRefused(InvalidRequest):
+    """The key may not send a request of this priority."""
+
+    http_status = 403
+
+    def __init__(self, key: str, priority: int, least: int | None) -> None:
+        remedy = "leave it out" if least is None else f"send {least} or a higher number"
+        super().__init__(
+            f"the key {key!r} may not send requests of priority {priority}: {remedy}, or ask the "
+            "operator for another min_priority in the server's keys file",
+            "priority",
+        )
+
+
 class AdminRefused(RequestError):
     """The caller may not change the server."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from loramux.server.answer import Answer
-from loramux.server.schema import GenerationFields
+from loramux.server.schema import GenerationFields, PromptFields
 from loramux.types import SamplingParams
 
 
@@ -30,9 +30,10 @@ class Facts:
     error: str | None = None
     """The type of the error that has ended it: the error's text may quote the request."""
 
-    def note_body(self, body: GenerationFields) -> None:
+    def note_body(self, body: PromptFields) -> None:
         """The request has been read."""
-        self.model, self.stream = body.model, bool(body.stream)
+        self.model = body.model
+        self.stream = isinstance(body, GenerationFields) and bool(body.stream)
 
     def note_error(self, error: BaseException) -> None:
         """The first one counts: later ones follow from it."""

@@ -20,6 +20,7 @@ from typing import Any
 from loramux.errors import ConfigError
 from loramux.server.keys import Key, Keyring
 from loramux.server.limits import Clock, Limits
+from loramux.types import MAX_PRIORITY, MIN_PRIORITY
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,9 @@ API_KEY_VARIABLE = "LORAMUX_API_KEY"
 ADMIN_KEY_VARIABLE = "LORAMUX_ADMIN_KEY"
 
 _LIMITS = ("requests_per_second", "tokens_per_minute", "max_in_flight")
-FIELDS = ("name", "key", "sha256", "admin", "infer", "adapters", *_LIMITS)
+_REQUESTS = ("adapters", "min_priority", *_LIMITS)
+"""Fields that bound requests to models."""
+FIELDS = ("name", "key", "sha256", "admin", "infer", *_REQUESTS)
 """Of a key in the file."""
 
 
@@ -128,7 +131,7 @@ def _read_key(table: dict[str, Any], place: str) -> Key:
     infer = _boolean(table, "infer", place, default=not admin)
     if not (admin or infer):
         raise ConfigError(f"{place} may do nothing: leave infer out, or set admin = true")
-    idle = [field for field in ("adapters", *_LIMITS) if field in table]
+    idle = [field for field in _REQUESTS if field in table]
     if idle and not infer:
         raise ConfigError(
             f"{place}: {idle[0]} bounds requests to models, which an admin key may not send: leave "
@@ -145,6 +148,7 @@ def _read_key(table: dict[str, Any], place: str) -> Key:
         admin=admin,
         infer=infer,
         adapters=_patterns(table, place),
+        min_priority=_priority(table, place),
         limits=limits,
     )
 
@@ -182,6 +186,18 @@ def _patterns(table: dict[str, Any], place: str) -> tuple[str, ...] | None:
             "it out to allow all"
         )
     return tuple(value)
+
+
+def _priority(table: dict[str, Any], place: str) -> int | None:
+    value = table.get("min_priority")
+    if value is None:
+        return None
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole or not MIN_PRIORITY <= value <= MAX_PRIORITY:
+        raise ConfigError(
+            f"{place}: min_priority must be a whole number from {MIN_PRIORITY} to {MAX_PRIORITY}"
+        )
+    return value
 
 
 def _is_name(value: object) -> bool:

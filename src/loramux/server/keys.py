@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from loramux.server.limits import Account, Clock, Limits
+from loramux.types import MIN_PRIORITY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Key:
     """It may send requests to models."""
     adapters: tuple[str, ...] | None = None
     """Names or shell-style patterns of the models it may ask, the base among them; None: all."""
+    min_priority: int | None = None
+    """The lowest number, which is the most urgent, that its requests may have; None: all have 0."""
     limits: Limits = field(default_factory=Limits)
 
     def may_ask(self, model: str) -> bool:
@@ -44,6 +47,21 @@ class Caller:
 
     def may_ask(self, model: str) -> bool:
         return self.key is None or self.key.may_ask(model)
+
+    @property
+    def min_priority(self) -> int | None:
+        """The lowest number that it may send; None if it may send none."""
+        return MIN_PRIORITY if self.key is None else self.key.min_priority
+
+    @property
+    def default_priority(self) -> int:
+        """Of requests that ask for none."""
+        return max(0, self.min_priority or 0)
+
+    def may_have(self, priority: int) -> bool:
+        """Whether its requests may have a priority; 0 is what all have that may send none."""
+        least = self.min_priority
+        return priority == 0 if least is None else priority >= least
 
     def cache_salt(self, asked: str | None) -> str | None:
         """The salt of a request that asks for one, or none: keys share nothing with each other."""

@@ -14,6 +14,7 @@ from loramux.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingsRequest,
     LoadAdapterRequest,
     TokenizeRequest,
     UnloadAdapterRequest,
@@ -23,6 +24,7 @@ _REF = "#/components/schemas/{model}"
 _BODIES = (
     CompletionRequest,
     ChatRequest,
+    EmbeddingsRequest,
     TokenizeRequest,
     DetokenizeRequest,
     AddAdapterRequest,

@@ -1,10 +1,11 @@
-"""Runs an answer for either endpoint: whole or as a stream, until its client goes away."""
+"""Submits requests; runs answers in text, whole or as a stream, until their client goes away."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from fastapi import Request
@@ -14,16 +15,16 @@ from loramux.engine.interface import TextCodec
 from loramux.errors import LoramuxError
 from loramux.server.answer import Answer, Part, Usage
 from loramux.server.context import ServerContext
-from loramux.server.errors import describe, error_object
+from loramux.server.errors import PriorityRefused, describe, error_object
 from loramux.server.facts import Facts
 from loramux.server.keys import Caller
-from loramux.server.schema import GenerationFields
+from loramux.server.schema import GenerationFields, PromptFields
 from loramux.server.sse import DONE, EventStreamResponse, event, until_disconnect
-from loramux.types import SamplingParams
+from loramux.types import EngineRequest, GenerationRequest, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_UNSEEN_INTERVAL = 0.5
+UNSEEN_INTERVAL = 0.5
 """Seconds between parts of an answer that is sent as a whole."""
 _LAST_WORDS_SECONDS = 5.0
 """After its deadline a stream has this long to be read; who does not read holds memory."""
@@ -60,25 +61,20 @@ async def reply(
 
     Raises LoramuxError for what goes wrong before the answer.
     """
-    context.check_ready()
     facts: Facts = request.state.facts
     facts.params = params
-    model = context.engine_model(body.model, caller)
-    answer = await Answer.submit(
-        context.engine,
-        prompts,
-        params,
-        model=model,
-        codec=codec,
-        timer=context.metrics.timer(request.url.path),
-        seconds=min(body.timeout or math.inf, context.options.max_request_seconds),
-        interval=context.options.stream_interval if body.stream else _UNSEEN_INTERVAL,
-        account=caller.account,
-        cache_salt=caller.cache_salt(body.cache_salt),
+    answer = await submit(
+        context,
+        [
+            GenerationRequest(prompt_token_ids=tokens, params=params, codec=codec.key)
+            for tokens in prompts
+        ],
+        body,
+        caller=caller,
+        facts=facts,
+        endpoint=request.url.path,
+        interval=context.options.stream_interval if body.stream else UNSEEN_INTERVAL,
     )
-    facts.answer, facts.adapter = answer, model
-    if model is not None:
-        context.metrics.count_adapter(model)
     if body.stream:
         events = _events(answer, renderer, facts, include_usage=body.include_usage)
         return EventStreamResponse(
@@ -87,6 +83,40 @@ async def reply(
     with answer:
         choices = await until_disconnect(request.receive, answer.collect())
     return JSONResponse(renderer.whole(choices, answer.usage))
+
+
+async def submit(
+    context: ServerContext,
+    requests: Sequence[EngineRequest],
+    body: PromptFields,
+    *,
+    caller: Caller,
+    facts: Facts,
+    endpoint: str,
+    interval: float,
+) -> Answer:
+    """Submit requests for a body, with what it says of all of them; see ``Answer.submit``.
+
+    Raises LoramuxError.
+    """
+    context.check_ready()
+    model = context.engine_model(body.model, caller)
+    priority = caller.default_priority if body.priority is None else body.priority
+    if not caller.may_have(priority):
+        raise PriorityRefused(caller.account.name, priority, caller.min_priority)
+    salt = caller.cache_salt(body.cache_salt)
+    answer = await Answer.submit(
+        context.engine,
+        [replace(r, model=model, cache_salt=salt, priority=priority) for r in requests],
+        timer=context.metrics.timer(endpoint),
+        seconds=min(body.timeout or math.inf, context.options.max_request_seconds),
+        interval=interval,
+        account=caller.account,
+    )
+    facts.answer, facts.adapter = answer, model
+    if model is not None:
+        context.metrics.count_adapter(model)
+    return answer
 
 
 async def _events(

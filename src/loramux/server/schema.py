@@ -19,7 +19,7 @@ from loramux.guide import Guide
 from loramux.server.messages import ChatMessage
 from loramux.server.strict import NoOps, Strict
 from loramux.server.tools.schema import Tool, ToolChoice
-from loramux.types import SamplingParams
+from loramux.types import MAX_PRIORITY, MIN_PRIORITY, Pooling, PoolingParams, SamplingParams
 
 Prompt = str | list[int]
 """One prompt: text, or token ids."""
@@ -91,10 +91,23 @@ _SAMPLING_FIELDS = (
 )
 
 
-class GenerationFields(Strict):
-    """What both endpoints accept; ``SamplingParams`` owns the ranges."""
+class PromptFields(Strict):
+    """What every request to a model accepts."""
 
     model: str
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    """Requests with different ones share no part of the prefix cache."""
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    """Seconds until the answer must be complete, at most the server's own limit."""
+    priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
+    """Requests with a lower number are served before others; by default it is 0."""
+    user: str | None = None
+    """Names the caller's end user; by OpenAI's definition it changes nothing in the answer."""
+
+
+class GenerationFields(PromptFields):
+    """What both endpoints that generate accept; ``SamplingParams`` owns the ranges."""
+
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -115,16 +128,10 @@ class GenerationFields(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
-    """Requests with different ones share no part of the prefix cache."""
-    timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds until the answer must be complete, at most the server's own limit."""
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    user: str | None = None
-    """Names the caller's end user; by OpenAI's definition it changes nothing in the answer."""
 
     @property
     def include_usage(self) -> bool:
@@ -272,6 +279,24 @@ class ChatRequest(GenerationFields):
             schema = wanted.json_schema.schema_
             asked["response_format"] = lambda name: Guide.json(schema, name)
         return asked
+
+
+class EmbeddingsRequest(PromptFields):
+    """``POST /v1/embeddings``."""
+
+    no_op: ClassVar[NoOps] = {"dimensions": (None,)}
+
+    input: Annotated[list[Prompt], PlainValidator(_as_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] | None = None
+    """Numbers, the default, or their 32 bits each, little-endian, in base64."""
+    pooling: Pooling | None = None
+    """Of what hidden states the vector is made; by default the last token's."""
+    normalize: bool | None = None
+    """Whether the vector has length 1, as by default."""
+
+    def params(self) -> PoolingParams:
+        values = {"pooling": self.pooling, "normalize": self.normalize}
+        return PoolingParams(**{name: v for name, v in values.items() if v is not None})
 
 
 class TokenizeRequest(Strict):

@@ -18,7 +18,11 @@ from starlette.types import Scope
 from loramux.server.answer import Answer
 from loramux.server.facts import Facts
 
-_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
+}
 """Paths of requests to models, and what OpenTelemetry calls these."""
 _CUT_OFF_SECONDS = 1.0
 """Requests that are cancelled take moments to end."""

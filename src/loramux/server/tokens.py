@@ -16,13 +16,20 @@ _INLINE_TOKENS = 5_000
 """The same for text out of tokens."""
 
 
-async def encode(codec: TextCodec, prompt: Prompt) -> list[int]:
-    """A prompt's tokens; token ids are taken as they are."""
-    if not isinstance(prompt, str):
-        return prompt
-    if len(prompt) <= _INLINE_CHARS:
-        return codec.encode(prompt)
-    return await asyncio.to_thread(codec.encode, prompt)
+async def encode(codec: TextCodec, text: str) -> list[int]:
+    """The tokens of a text."""
+    [tokens] = await encode_all(codec, [text])
+    return tokens
+
+
+async def encode_all(codec: TextCodec, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """The tokens of each prompt; token ids are taken as they are."""
+
+    def tokens() -> list[list[int]]:
+        return [codec.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+    num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    return tokens() if num_chars <= _INLINE_CHARS else await asyncio.to_thread(tokens)
 
 
 async def decode(codec: TextCodec, tokens: list[int]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import struct
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -23,9 +25,12 @@ from loramux.types import (
     AdapterId,
     AdapterInfo,
     Delta,
+    EmbeddingRequest,
+    EngineRequest,
     EngineStats,
     GenerationRequest,
     Histogram,
+    PoolingParams,
     RequestId,
     SourceRules,
     TokenLogprobs,
@@ -48,7 +53,8 @@ class FakeEngine:
     ``rules`` those of each load. ``running_adapters`` and ``waiting_adapters`` are what the
     statistics say of them. An adapter in ``codecs`` has a codec of its own. Guides
     change no answer. A prompt finds cached what the one before it, of the same model and salt,
-    begins with. ``waited`` is what every sequence says of its wait.
+    begins with. ``waited`` is what every sequence says of its wait. An embedding takes one tick;
+    ``echoed_embedding`` says which one it is.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class FakeEngine:
         self.tick_seconds = tick_seconds
         self.error_after = error_after
         self.failure: str | None = None
-        self.requests: list[GenerationRequest] = []
+        self.requests: list[EngineRequest] = []
         self.aborted: list[RequestId] = []
         self.rules: list[SourceRules | None] = []
         self.waited = Waited(0.0, 0.0)
@@ -95,13 +101,13 @@ class FakeEngine:
             raise UnknownModel(model)
         return self.codecs.get(model, self.text)
 
-    async def submit(self, request: GenerationRequest) -> FakeStream:
+    async def submit(self, request: EngineRequest) -> FakeStream | FakeEmbeddingStream:
         if self.failure is not None:
             raise EngineStopped(self.failure)
         codec = await self.text_of(request.model)
         if request.codec not in (None, codec.key):
             raise AdapterReplaced(str(request.model))
-        if request.params.guide is not None:
+        if isinstance(request, GenerationRequest) and request.params.guide is not None:
             await asyncio.to_thread(codec.compile, request.params.guide)
         prompt = request.prompt_token_ids
         if not prompt:
@@ -119,6 +125,8 @@ class FakeEngine:
         self._last_prompts[request.model, request.cache_salt] = tuple(prompt)
         cached = min(_common_length(last, prompt), len(prompt) - 1)
         self.counts.cached_tokens += cached
+        if isinstance(request, EmbeddingRequest):
+            return FakeEmbeddingStream(self, replace(request, request_id=request_id), cached)
         return FakeStream(self, replace(request, request_id=request_id), cached)
 
     async def load_adapter(
@@ -259,6 +267,63 @@ class FakeStream:
         if self._params.prompt_logprobs is None:
             return None
         return (None, *_logprobs(self._prompt[1:], self._params.prompt_logprobs))
+
+
+class FakeEmbeddingStream:
+    """The ``Stream`` of an embedding."""
+
+    def __init__(self, engine: FakeEngine, request: EmbeddingRequest, cached_tokens: int) -> None:
+        assert request.request_id is not None
+        self.request_id = request.request_id
+        self._engine = engine
+        self._request = request
+        self._cached_tokens = cached_tokens
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        await asyncio.sleep(self._engine.tick_seconds)
+        if self.request_id not in self._engine.running:
+            return
+        if self._engine.failure is not None:
+            raise EngineStopped(self._engine.failure)
+        self._engine.running.remove(self.request_id)
+        self._engine.counts.finished += 1
+        if self._engine.error_after is not None:
+            yield Delta(
+                self.request_id, 0, "", (), finish_reason="error", error="the states are NaN"
+            )
+            return
+        upper = self._request.model not in (None, self._engine.base_name)
+        numbers = echoed_embedding(
+            self._request.prompt_token_ids, self._request.params, upper=upper
+        )
+        yield Delta(
+            self.request_id,
+            0,
+            "",
+            (),
+            finish_reason="stop",
+            cached_tokens=self._cached_tokens,
+            embedding=struct.pack(f"<{len(numbers)}f", *numbers),
+        )
+
+    def abort(self) -> None:
+        if self.request_id in self._engine.running:
+            self._engine.running.remove(self.request_id)
+            self._engine.aborted.append(self.request_id)
+
+
+def echoed_embedding(
+    prompt: Sequence[int], params: PoolingParams, *, upper: bool = False
+) -> list[float]:
+    """What a FakeEngine makes of a prompt: its length, and its last token or their mean.
+
+    ``upper``: as an adapter does.
+    """
+    tokens = _answer(prompt, upper=upper)
+    state = tokens[-1] if params.pooling == "last" else sum(tokens) / len(tokens)
+    numbers = [float(len(prompt)), float(state)]
+    length = math.hypot(*numbers) if params.normalize else 1.0
+    return [number / length for number in numbers]
 
 
 @dataclass

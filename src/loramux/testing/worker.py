@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from loramux.plan import (
     StepPlan,
     StepResult,
 )
-from loramux.types import AdapterId, RequestId, Slot, TokenLogprobs
+from loramux.types import AdapterId, Pooling, RequestId, Slot, TokenLogprobs
 
 VOCAB_SIZE = 100
 
@@ -69,6 +71,22 @@ def expected_prompt_logprobs(
     """The log-probabilities of all prompt tokens but the first."""
     context = _true_context(adapter_id, prompt)
     return [_logprob(context[:end], prompt[end], top) for end in range(1, len(prompt))]
+
+
+def expected_embedding(
+    adapter_id: str | None,
+    prompt: Sequence[int],
+    *,
+    pooling: Pooling = "last",
+    normalize: bool = True,
+) -> list[float]:
+    """The vector of a prompt, up to rounding."""
+    context = _true_context(adapter_id, prompt)
+    first = 0 if pooling == "mean" else len(prompt) - 1
+    rows = [_hidden(context[: end + 1]) for end in range(first, len(prompt))]
+    mean = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    length = math.hypot(*mean) if normalize else 1.0
+    return [number / length for number in mean]
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,9 +266,16 @@ class FakeWorker:
 
     def _result(self, sequence: SequenceStep) -> SequenceResult:
         sample, adapter_id = sequence.sample, self._adapter_in(sequence.slot)
-        end = sequence.start + len(sequence.token_ids)
+        end = sequence.end
         cells = [self._cells.get(self._place(sequence, position)) for position in range(end)]
         context = [None if cell is None else cell.content for cell in cells]
+        if sequence.hidden is not None:
+            if (error := self.row_errors.pop(sequence.request_id, None)) is not None:
+                return SequenceResult(sequence.request_id, error=error)
+            first = sequence.start if sequence.hidden == "sum" else end - 1
+            rows = [_hidden(context[: place + 1]) for place in range(first, end)]
+            total = [sum(column) for column in zip(*rows, strict=True)]
+            return SequenceResult(sequence.request_id, hidden=struct.pack("<3f", *total))
         prompt = tuple(
             _logprob(context[: sequence.start + i + 1], token, sequence.prompt_logprobs or 0)
             for i, token in enumerate(sequence.next_prompt_tokens)
@@ -274,11 +299,12 @@ class FakeWorker:
 
 
 def _check_sample(sequence: SequenceStep) -> None:
-    sample, end = sequence.sample, sequence.start + len(sequence.token_ids)
+    sample, end = sequence.sample, sequence.end
     is_pending = PENDING_TOKEN in sequence.token_ids
     if sample is None:
         assert not is_pending, "a pending token is computed for nothing"
         return
+    assert sequence.hidden is None, "an embedding chooses a token"
     assert sample.position == end - sample.num_prompt_tokens, "a wrong place in the output"
     assert len(sample.tokens) == end - is_pending, "tokens are missing from the sample"
     if is_pending:
@@ -316,6 +342,12 @@ def _not_allowed(allowed: bytes | None) -> list[int]:
 def _logprob(context: Sequence[_Content | None], token: int, top: int) -> TokenLogprobs:
     logprob = -(_hash(context, token) % 4096) / 256
     return TokenLogprobs(token, logprob, tuple((token + i, logprob - i) for i in range(top)))
+
+
+def _hidden(context: Sequence[_Content | None]) -> tuple[int, int, int]:
+    """The hidden state of the last place: numbers whose sums are exact in 32 bits."""
+    found = _hash(context, "hidden")
+    return 1 + found % 251, found // 251 % 251 - 125, found // 251**2 % 251 - 125
 
 
 def _hash(*values: object) -> int:

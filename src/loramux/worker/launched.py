@@ -11,6 +11,7 @@ from torch import Tensor
 from loramux.plan import SequenceResult, SequenceStep, StepResult
 from loramux.types import RequestId
 from loramux.worker.logprobs import PromptLogprobs
+from loramux.worker.pooling import Pooling
 from loramux.worker.sampler import Sampling
 from loramux.worker.vocabularies import MixedSampling
 
@@ -37,12 +38,14 @@ class LaunchedStep:
         sequences: Sequence[SequenceStep],
         sampling: Sampling | MixedSampling,
         prompts: Mapping[RequestId, PromptLogprobs],
+        pooling: Pooling | None,
         load_seconds: float,
     ) -> None:
         self.load_seconds = load_seconds
         self._sequences = sequences
         self._sampling = sampling
         self._prompts = prompts
+        self._pooling = pooling
         sampled = (s.request_id for s in sequences if s.sample is not None)
         self.tokens = SampledTokens(
             sampling.token_ids, {request_id: row for row, request_id in enumerate(sampled)}
@@ -51,10 +54,17 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Wait for the device; results stand in the order of the plan's sequences."""
         sampled = iter(self._sampling.result())
+        pooled = {} if self._pooling is None else self._pooling.result()
         results: list[SequenceResult] = []
         for sequence in self._sequences:
             found = self._prompts.get(sequence.request_id)
             prompt = () if found is None else found.result()
+            if sequence.hidden is not None:
+                vector = pooled[sequence.request_id]
+                results.append(
+                    SequenceResult(sequence.request_id, hidden=vector.hidden, error=vector.error)
+                )
+                continue
             if sequence.sample is None:
                 results.append(SequenceResult(sequence.request_id, prompt_logprobs=prompt))
                 continue

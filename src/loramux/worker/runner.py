@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from loramux.lora.layers import Form, LoraContext
 from loramux.lora.routing import Routing
 from loramux.model.compile import MIN_ROWS, compile_layers
+from loramux.model.final_states import FinalStates
 from loramux.model.load import BaseModel
 from loramux.ops.attention import AttentionBackend, StepKind
 from loramux.ops.interface import LoraOps
@@ -23,7 +24,7 @@ from loramux.ops.tiles import FEW_ADAPTERS
 from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep
 from loramux.types import Slot
-from loramux.worker.graphs import GraphKey, StepGraphs
+from loramux.worker.graphs import GraphKey, StepGraphs, mixed_buckets
 from loramux.worker.inputs import StepInputs
 
 log = logging.getLogger(__name__)
@@ -42,17 +43,24 @@ class Captured:
     """Device memory of the graphs and their pool."""
 
 
+class Computed(NamedTuple):
+    """What a step's forward has made, good until the next step."""
+
+    logits: Tensor
+    """``[rows, vocab]`` of the step's ``logit_rows``, as wide as the largest vocabulary of the
+    step; see ``AdaptedHead``."""
+    states: Tensor | None
+    """``[T, hidden]``, what the head was given the ``logit_rows`` of. None for a step of which each
+    token's logits are needed, which asks for no hidden states."""
+
+
 class Runner(Protocol):
-    """Computes a step's logits."""
+    """Computes a step."""
 
     def run(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
-    ) -> Tensor:
-        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step.
-
-        They are as wide as the largest vocabulary of the step; see ``AdaptedHead``.
-        ``last_tokens``: what the step before samples, on the device.
-        """
+    ) -> Computed:
+        """``last_tokens``: what the step before samples, on the device."""
         ...
 
     @property
@@ -106,11 +114,12 @@ class EagerRunner:
         self._base = base
         self._backend = backend
         self._context = context
+        self._states = FinalStates(base.model)
 
     @torch.inference_mode()
     def run(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
-    ) -> Tensor:
+    ) -> Computed:
         context, slots = self._context, [s.slot for s in sequences]
         max_rank, few, form = _mix_of(slots, context)
         counts = [len(s.token_ids) for s in sequences]
@@ -130,7 +139,7 @@ class EagerRunner:
             use_cache=False,
             logits_to_keep=torch.from_numpy(inputs.logit_rows).to(device),
         )
-        return output.logits[0]
+        return Computed(output.logits[0], self._states.take())
 
     @property
     def first_graphs(self) -> list[GraphKey]:
@@ -173,6 +182,7 @@ class CapturedRunner:
         self._context = context
         self._ops = options.ops
         self._uploads = options.uploads
+        self._states = FinalStates(base.model)
         self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
         self._logit_rows = torch.zeros_like(self._token_ids)
@@ -189,6 +199,10 @@ class CapturedRunner:
         if options.capture:
             logits = torch.zeros(
                 self._max_logit_rows, base.vocab_size, dtype=base.dtype, device=device
+            )
+            # What a graph leaves behind is given to the next one, but for what is copied out.
+            self._kept_states = torch.zeros(
+                mixed_buckets(max_rows)[-1], base.hidden_size, dtype=base.dtype, device=device
             )
             self._graphs = StepGraphs(logits, max_rows, self._prepare, self._compute)
         compile_layers(base.model, runs, options.compiler)
@@ -234,7 +248,7 @@ class CapturedRunner:
     @torch.inference_mode()
     def run(
         self, inputs: StepInputs, sequences: Sequence[SequenceStep], last_tokens: Tensor
-    ) -> Tensor:
+    ) -> Computed:
         graphs = self._graphs if self._settled else None
         kind = graph_kind(inputs, len(sequences))
         num_rows = max(len(inputs.token_ids), MIN_ROWS)
@@ -251,7 +265,8 @@ class CapturedRunner:
             graphs.capture(key)
         self._set_up(key, inputs, sequences)
         self._fill_pending(inputs, last_tokens)
-        return graphs.replay(key)[: len(inputs.logit_rows)]
+        logits = graphs.replay(key)[: len(inputs.logit_rows)]
+        return Computed(logits, self._kept_states if kind is StepKind.MIXED else None)
 
     def _run_uncaptured(
         self,
@@ -259,18 +274,18 @@ class CapturedRunner:
         inputs: StepInputs,
         sequences: Sequence[SequenceStep],
         last_tokens: Tensor,
-    ) -> Tensor:
+    ) -> Computed:
         self._set_up(key, inputs, sequences)
         self._fill_pending(inputs, last_tokens)
         num_logits = len(inputs.logit_rows)
-        if key.kind is StepKind.EAGER:
-            logits = self._forward(key.bucket, self._logit_rows[:num_logits])
-        else:
-            logits = self._compute(key)[:num_logits]
+        logit_rows = self._logit_rows[:num_logits]
+        if key.kind is not StepKind.EAGER:
+            logit_rows = self._rows_of(key)
+        logits, states = self._forward(key.bucket, logit_rows)
         if self._context.own.widest is not None:
             # Later steps read what is left here as padding, and may know the base's tokens only.
             self._token_ids.zero_()
-        return logits
+        return Computed(logits[:num_logits], states)
 
     def _key(self, num_rows: int, sequences: Sequence[SequenceStep], kind: StepKind) -> GraphKey:
         max_rank, few, form = _mix_of((s.slot for s in sequences), self._context)
@@ -313,9 +328,15 @@ class CapturedRunner:
         self._set_up(key, StepInputs.empty(), ())
 
     def _compute(self, key: GraphKey) -> Tensor:
-        if key.kind is StepKind.DECODE:
-            return self._forward(key.bucket, 0)
-        return self._forward(key.bucket, self._logit_rows[: self._most_logits(key)])
+        """What is captured."""
+        logits, states = self._forward(key.bucket, self._rows_of(key))
+        if key.kind is StepKind.MIXED:
+            self._kept_states[: key.bucket].copy_(states)
+        return logits
+
+    def _rows_of(self, key: GraphKey) -> Tensor | int:
+        """The rows whose logits a graph computes, as ``_forward`` has them."""
+        return 0 if key.kind is StepKind.DECODE else self._logit_rows[: self._most_logits(key)]
 
     def _most_logits(self, key: GraphKey) -> int:
         """Rows whose logits a graph computes, used or not."""
@@ -323,15 +344,18 @@ class CapturedRunner:
             return key.bucket
         return min(key.bucket, self._max_logit_rows)
 
-    def _forward(self, num_rows: int, logit_rows: Tensor | int) -> Tensor:
-        """``logit_rows`` 0 means all."""
+    def _forward(self, num_rows: int, logit_rows: Tensor | int) -> tuple[Tensor, Tensor]:
+        """Logits ``[rows, vocab]`` and hidden states ``[num_rows, hidden]``.
+
+        ``logit_rows`` 0 means all.
+        """
         output = self._base.model(
             input_ids=self._token_ids[:num_rows][None],
             position_ids=self._positions[:num_rows][None],
             use_cache=False,
             logits_to_keep=logit_rows,
         )
-        return output.logits[0]
+        return output.logits[0], self._states.take()
 
 
 def graph_kind(inputs: StepInputs, num_sequences: int) -> StepKind | None:

@@ -91,7 +91,7 @@ def _served_logits(
             )
             for i, start, end in parts
         )
-        rows = worker.forward(build_inputs(StepPlan((), sequences), {}), sequences)
+        rows = worker.forward(build_inputs(StepPlan((), sequences), {}), sequences).logits
         for i, start, end in parts:
             served[i].append(rows[: end - start].clone())
             rows = rows[end - start :]

@@ -34,7 +34,7 @@ from loramux.ops.attention import AttentionBackend
 from loramux.ops.interface import LoraOps
 from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.types import AdapterId, RequestId, Slot
-from loramux.worker import vocabularies
+from loramux.worker import pooling, vocabularies
 from loramux.worker.drawing import draw_for
 from loramux.worker.graphs import GraphKey
 from loramux.worker.inputs import StepInputs, build_inputs
@@ -44,6 +44,7 @@ from loramux.worker.runner import (
     Captured,
     CapturedRunner,
     CompiledOptions,
+    Computed,
     EagerRunner,
     Progress,
     Runner,
@@ -273,22 +274,23 @@ class Worker:
         self.apply(plan.slot_orders)
         load_seconds = time.perf_counter() - began
         inputs = build_inputs(plan, self._last_tokens.rows)
-        logits = self.forward(inputs, plan.sequences)
+        logits, states = self.forward(inputs, plan.sequences)
         samples = [s.sample for s in inputs.sampled if s.sample is not None]
         vocab_sizes = [self._vocab_size_of(s.slot) for s in inputs.sampled]
         step = LaunchedStep(
             plan.sequences,
             vocabularies.launch(self._sampler, logits[: len(samples)], samples, vocab_sizes),
             self._prompt_logprobs(logits[len(samples) :], plan.sequences),
+            self._pooling(states, plan.sequences),
             load_seconds,
         )
         self._last_tokens = step.tokens
         return step
 
-    def forward(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Tensor:
-        """Logits ``[rows, vocab]`` of ``inputs.logit_rows``, good until the next step.
+    def forward(self, inputs: StepInputs, sequences: Sequence[SequenceStep]) -> Computed:
+        """Logits and hidden states, good until the next step.
 
-        A row has as many of them as its adapter has tokens; what is beyond means nothing.
+        A row has as many logits as its adapter has tokens; what is beyond means nothing.
         """
         slots = {s.slot for s in sequences} - {self._tables.num_slots}
         with self._transfers.step(slots):
@@ -311,6 +313,15 @@ class Worker:
 
     def _vocab_size_of(self, slot: Slot) -> int:
         return self._own.vocab_size_of(slot) or self._base.vocab_size
+
+    def _pooling(
+        self, states: Tensor | None, sequences: Sequence[SequenceStep]
+    ) -> pooling.Pooling | None:
+        """Launch what makes vectors of hidden states, if any sequence asks for one."""
+        if all(s.hidden is None for s in sequences):
+            return None
+        assert states is not None, "a step with a row that is not sampled from is no decode step"
+        return pooling.launch(states, sequences)
 
     def _prompt_logprobs(
         self, logits: Tensor, sequences: Sequence[SequenceStep]
