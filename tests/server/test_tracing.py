@@ -482,3 +482,14 @@ async def test_a_server_that_stops_in_the_middle_ends_its_spans(
 
 def test_none_is_none() -> None:
     assert start_tracing(None, {}) is None
+
+
+async def test_embeddings_have_a_span_too(engine: FakeEngine, spans: Spans) -> None:
+    async with serve(engine, spans) as client:
+        body = {"model": "shout", "input": [SECRET, "b"]}
+        assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+    found = attributes(spans.request)
+    assert found["gen_ai.operation.name"] == "embeddings"
+    assert found["gen_ai.usage.input_tokens"] == len(SECRET) + 1
+    assert found["loramux.adapter"] == "shout"
+    assert SECRET not in str(found)
