@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     results: dict[str, dict[str, float]] = {}
     for streams in arguments.streams:
         alone = asyncio.run(step_alone(streams, arguments.forward))
-        results[f"{streams} sequences, nobody reads"] = {"step, ms": round(alone, 2)}
+        results[f"{streams} sequences, no HTTP"] = {"step, ms": round(alone, 2)}
     for interval in arguments.intervals:
         with server(interval, arguments.forward) as running:
             for streams in arguments.streams:
@@ -74,14 +74,15 @@ async def serve(interval: float, forward_seconds: float) -> None:
 
 
 async def step_alone(sequences: int, forward_seconds: float) -> float:
-    """Milliseconds of a step in which so many sequences run and nobody reads them."""
-    engine = AsyncEngine(build(forward_seconds))
+    """Milliseconds of a step in which so many sequences run, and nobody asks over HTTP."""
+    engine = AsyncEngine(ServiceProcess(partial(build, forward_seconds)))
     await engine.start()
     params = SamplingParams(temperature=0, max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
     request = GenerationRequest(prompt_token_ids=_PROMPT, params=params)
     for _ in range(sequences):
         await engine.submit(request)
     while (stats := await engine.stats()).requests_finished < sequences:
+        assert engine.failure is None, engine.failure
         await asyncio.sleep(0.1)
     await engine.stop()
     seconds = stats.step_seconds

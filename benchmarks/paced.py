@@ -13,6 +13,7 @@ from loramux.engine.build import assemble
 from loramux.engine.service import EngineService
 from loramux.model.load import adopt
 from loramux.testing import tiny_model
+from loramux.worker.runner import Computed
 
 _VOCAB = 2000
 
@@ -28,9 +29,9 @@ def build(forward_seconds: float) -> EngineService:
     parts = assemble(adopt("tiny", model), word_tokenizer(_VOCAB), options, "tiny")
     logits = torch.randn(256, _VOCAB)
 
-    def forward(inputs: object, sequences: Sequence[object]) -> torch.Tensor:
+    def forward(inputs: object, sequences: Sequence[object]) -> Computed:
         time.sleep(forward_seconds)
-        return logits[: len(sequences)]
+        return Computed(logits[: len(sequences)], None)
 
     parts.worker.forward = forward
     return parts.service(max_open=1000)
