@@ -23,8 +23,8 @@ from tests.nemo_files import config as nemo_config
 from tests.torch_files import Call, Storage, program, tensor, torch_file, zipped
 
 MAX_TURNS = 50_000_000
-"""Turns of an almost empty loop that a refusal may take as long as: one to two seconds, and the same
-work on a machine that is slow or busy."""
+"""Turns of an almost empty loop that a refusal may take as long as: one to two seconds, and the
+same work on a machine that is slow or busy."""
 MAX_MEMORY = 200 * 10**6
 MARKER = Path(tempfile.gettempdir(), "loramux-hostile-pickle-was-run")
 
