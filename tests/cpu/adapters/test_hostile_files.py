@@ -22,9 +22,7 @@ from tests.adapter_files import PREFIX, REPOSITORY, lora_config
 from tests.nemo_files import config as nemo_config
 from tests.torch_files import Call, Storage, program, tensor, torch_file, zipped
 
-MAX_TURNS = 50_000_000
-"""Turns of an almost empty loop that a refusal may take as long as: one to two seconds, and the
-same work on a machine that is slow or busy."""
+MAX_SECONDS = 1.0
 MAX_MEMORY = 200 * 10**6
 MARKER = Path(tempfile.gettempdir(), "loramux-hostile-pickle-was-run")
 
@@ -49,24 +47,22 @@ def status(field):
     text = Path("/proc/self/status").read_text()
     return int(text.partition(field + ":")[2].split()[0]) * 1024
 
-def turns_per_second(count=250_000):
-    started = time.process_time()
-    for _ in range(count):
-        count += 1
-    return count / 2 / (time.process_time() - started)
-
-base = llama_layout()
-for directory in map(Path, sys.argv[1:]):
+def measure(directory):
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, started, text = status("VmRSS"), time.process_time(), ""
     try:
         read_adapter("hostile", directory, base, max_rank=64)
     except AdapterRefused as error:
         text = str(error)
-    seconds = time.process_time() - started
-    growth = status("VmHWM") - before
-    turns = seconds * turns_per_second()
-    print(json.dumps([directory.name, text, turns, growth]), flush=True)
+    return text, time.process_time() - started, status("VmHWM") - before
+
+base = llama_layout()
+for directory in map(Path, sys.argv[1:]):
+    runs = [measure(directory)]
+    while runs[-1][1] > 0.5 and len(runs) < 5:  # others can make one run slower, and none faster
+        runs.append(measure(directory))
+    texts, seconds, growths = zip(*runs)
+    print(json.dumps([directory.name, texts[0], min(seconds), max(growths)]), flush=True)
 """
 
 
@@ -328,8 +324,8 @@ def test_hostile_file_is_refused_with_its_name_and_reason(
 
 @pytest.mark.parametrize("name", FILES)
 def test_refusal_takes_little_time_and_memory(name: str, measured: dict[str, list[Any]]):
-    _, turns, growth = measured[name]
-    assert turns < MAX_TURNS
+    _, seconds, growth = measured[name]
+    assert seconds < MAX_SECONDS
     assert growth < MAX_MEMORY
 
 
