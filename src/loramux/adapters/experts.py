@@ -30,6 +30,11 @@ def expert_part(experts: str, expert: int, part: str) -> str:
     return f"{experts}.{expert}.{part}"
 
 
+def holder_of(part: str) -> str:
+    """The module of all experts in which an ``expert_part`` is."""
+    return part.rsplit(".", 2)[0]
+
+
 def other_spellings(name: str) -> Iterator[str]:
     """Further names by which adapters may know a module in a mixture, its router or its experts."""
     inside = _INSIDE.fullmatch(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -11,27 +11,13 @@ from torch.func import functional_call
 
 from loramux.lora.layers import LoraContext
 from loramux.lora.own import OwnModule, Rows
+from loramux.lora.wrapper import Wrapper
 from loramux.ops.interface import Site, Slice
 from loramux.ops.opaque import own_rows
 from loramux.ops.reference import module_views
 
 
-class _Wrapper(nn.Module):
-    """Stands for a module of the base, and has its attributes, which the model may ask for."""
-
-    def __init__(self, base: nn.Module, context: LoraContext) -> None:
-        super().__init__()
-        self.base = base
-        self.context = context
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
-
-
-class AdaptedNorm(_Wrapper):
+class AdaptedNorm(Wrapper):
     """A norm whose weight an adapter may have its own values for."""
 
     def __init__(self, base: nn.Module, context: LoraContext, place: int, tokens_at: int) -> None:
@@ -51,7 +37,7 @@ class AdaptedNorm(_Wrapper):
         return y
 
 
-class AdaptedEmbedding(_Wrapper):
+class AdaptedEmbedding(Wrapper):
     """The input embedding, on which an adapter may have LoRA, or rows of its own."""
 
     def __init__(
@@ -107,7 +93,7 @@ class AdaptedEmbedding(_Wrapper):
         return vectors if self.factor is None else vectors * self.factor.to(vectors.dtype)
 
 
-class AdaptedHead(_Wrapper):
+class AdaptedHead(Wrapper):
     """The output head, which an adapter may change as any linear, or in some rows."""
 
     def __init__(self, base: nn.Module, name: str, module: int, context: LoraContext) -> None:

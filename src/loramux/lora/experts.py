@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from loramux.lora.layers import LoraContext
+from loramux.lora.wrapper import Wrapper
 from loramux.ops.interface import Site, Slice
 from loramux.ops.reference import ReferenceOps
 
@@ -108,20 +109,12 @@ def _runs(slots: Tensor, base: int) -> list[tuple[int, slice]]:
     return found
 
 
-class AdaptedRouter(nn.Module):
+class AdaptedRouter(Wrapper):
     """A router whose weight an adapter may have its own of."""
 
     def __init__(self, base: nn.Module, name: str, context: LoraContext) -> None:
-        super().__init__()
-        self.base = base
+        super().__init__(base, context)
         self.name = name
-        self.context = context
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """x ``[T, hidden]`` -> what the base's router makes of it, of which all have T rows."""

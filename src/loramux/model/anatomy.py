@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from loramux.adapters.fusions import find_fusions
-from loramux.adapters.spec import BaseLayout, HeadCounts, ModuleShape
+from loramux.adapters.spec import BaseLayout, ExpertsShape, HeadCounts, ModuleShape
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import ModuleTable
 from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam, Recorder
@@ -95,28 +95,22 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     called_once = [name for name in ends if len(calls.get(name, ())) == 1]
     names = (*(name for group in groups for name in group), *called_once)
     shapes = tuple(module_shape(model.get_submodule(name)) for name in names)
-    # On a GPU they have no LoRA yet.
-    experts = find_experts(model) if model.device.type != "cuda" else {}
-    routers = find_routers(model, experts)
-    inside = dict(expert_modules(experts))
     scaling = {n: at for n in norms if (at := _tokens_at(calls.get(n, ()))) is not None}
+    layout = layout_of(
+        base,
+        dict(zip(names, shapes, strict=True)),
+        recorder.layers,
+        tuple(scaling),
+        # On a GPU they have no LoRA yet.
+        experts=find_experts(model) if model.device.type != "cuda" else {},
+    )
     return Anatomy(
         attention=recorder.layers,
-        modules=ModuleTable((*names, *inside), (*shapes, *inside.values())),
+        modules=ModuleTable(tuple(layout.modules), tuple(layout.modules.values())),
         sites=_rows(groups),
         runs=runs_of(layer_calls),
         norms=scaling,
-        layout=replace(
-            layout_of(
-                base,
-                dict(zip(names, shapes, strict=True)),
-                recorder.layers,
-                (*scaling, *routers),
-                inside,
-            ),
-            experts=experts,
-            routers=routers,
-        ),
+        layout=layout,
         num_ends=len(called_once),
     )
 
@@ -183,14 +177,16 @@ def layout_of(
     base: BaseModel,
     modules: Mapping[str, ModuleShape],
     attention: Mapping[int, AttentionLayer],
-    norms: Sequence[str] = (),
-    inside: Mapping[str, ModuleShape] | None = None,
+    norms: Sequence[str],
+    *,
+    experts: Mapping[str, ExpertsShape],
 ) -> BaseLayout:
-    """These modules of the base, and all that hangs on their names and on its family.
+    """These modules of the base, then those of experts, which are no modules of transformers, and
+    all that hangs on their names and on its family.
 
-    ``norms``: others whose parameters adapters may replace. ``inside``: those of experts, which are
-    no modules of transformers.
+    ``norms``: others whose parameters adapters may replace.
     """
+    routers = find_routers(base.model, experts)
     everything = frozenset(name for name, _ in base.model.named_modules() if name)
     model_type = base.model.config.get_text_config().model_type
     qkv_rows = {number: _qkv_rows(layer) for number, layer in attention.items()}
@@ -199,17 +195,19 @@ def layout_of(
     names = {module: name for name, module in base.model.named_modules() if name in modules}
     return BaseLayout(
         base.name,
-        {**modules, **(inside or {})},
+        {**modules, **dict(expert_modules(experts))},
         everything - modules.keys(),
         model_type,
         find_fusions(model_type, modules, qkv_rows),
         heads={
             n: HeadCounts(layer.num_heads, layer.kv.num_kv_heads) for n, layer in attention.items()
         },
-        replaceable={name: _parameters(base, name) for name in (*modules, *norms)},
+        replaceable={name: _parameters(base, name) for name in (*modules, *norms, *routers)},
         embedding=names.get(embedding),
         head=names.get(head),
         tied=embedding.weight is head.weight,
+        experts=experts,
+        routers=routers,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ from loramux.model.anatomy import (
     module_shape,
 )
 from loramux.model.attention_seam import AttentionSeam
-from loramux.model.experts import expert_modules, find_experts, find_routers
+from loramux.model.experts import find_experts
 from loramux.model.load import BaseModel, adopt, read_config, resolve_dtype
 from loramux.model.stack import decoder_layers
 
@@ -82,10 +82,7 @@ def _layout_by_names(base: BaseModel) -> BaseLayout:
     modules = {name: shape for name, shape in shapes.items() if shape is not None}
     modules |= {name: module_shape(end) for name, end in adaptable_ends(base.model).items()}
     norms = [name for name, module in base.model.named_modules() if could_be_norm(module)]
-    experts = find_experts(base.model)
-    routers = find_routers(base.model, experts)
-    layout = layout_of(base, modules, {}, (*norms, *routers), dict(expert_modules(experts)))
-    return replace(layout, experts=experts, routers=routers)
+    return layout_of(base, modules, {}, norms, experts=find_experts(base.model))
 
 
 class StoredWeights:

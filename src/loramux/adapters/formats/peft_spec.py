@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from loramux.adapters.experts import holder_of
 from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.module_names import MAX_EXPLAINED
 from loramux.adapters.formats.peft_experts import ExpertsBuilder, ExpertTensors
@@ -161,12 +162,8 @@ def _check_parameters(
     named: Sequence[str], groups: Mapping[str, _Group], base: BaseLayout, report: Report
 ) -> None:
     """Parameters that the configuration names must have tensors: PEFT gives each its own."""
-    adapted = {path.removesuffix(WRAPPED) for path in groups}
-    missing = [
-        parameter
-        for parameter in named
-        if not any(_ends(path, parameter.rpartition(".")[0]) for path in adapted)
-    ]
+    adapted = {end for path in groups for end in _endings(path.removesuffix(WRAPPED))}
+    missing = [parameter for parameter in named if parameter.rpartition(".")[0] not in adapted]
     if missing:
         where = "" if base.experts else f", and {base.name} has no experts that can take LoRA"
         report.refuse(
@@ -175,17 +172,14 @@ def _check_parameters(
         )
 
 
-def _ends(path: str, end: str) -> bool:
-    return f".{path}".endswith(f".{end}")
-
-
 def _check_experts_once(
     deltas: Sequence[ModuleDelta], of_experts: Mapping[str, str], report: Report
 ) -> None:
     """Parameters of experts may meet each other, and deltas of single experts."""
     counts = Counter(delta.module for delta in deltas)
+    twice = {holder_of(name) for name, count in counts.items() if count > 1}
     for path, module in of_experts.items():
-        if any(count > 1 for name, count in counts.items() if name.startswith(f"{module}.")):
+        if module in twice:
             report.refuse("duplicate: two names are meant for the same place", path)
 
 
