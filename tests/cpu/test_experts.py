@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -25,6 +25,7 @@ from loramux.model.blueprint import draw
 from loramux.model.merge import fold
 from loramux.types import RequestOutput
 from tests.cpu.engines import assemble_tiny
+from tests.cpu.test_own_values import save
 
 VOCAB, HIDDEN, SIZE, EXPERTS = 160, 32, 24, 4
 TOLERANCE = 1e-3
@@ -87,7 +88,7 @@ def per_expert(
     return found
 
 
-def save(folder: Path, weights: Weights, **config: Any) -> None:
+def write(folder: Path, weights: Weights, **config: Any) -> None:
     folder.mkdir()
     tensors: dict[str, Tensor] = {}
     for name, (a, b) in weights.items():
@@ -119,6 +120,12 @@ def with_deltas(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
     for module, (a, b) in weights.items():
         view(merged, module).add_(2 * b @ a)
     return merged
+
+
+def trained_by_peft(model: PreTrainedModel, config: LoraConfig, folder: Path) -> torch.nn.Module:
+    """Save an adapter that PEFT makes; what it makes of that when it is loaded again."""
+    save(copy.deepcopy(model), config, folder)
+    return PeftModel.from_pretrained(copy.deepcopy(model), str(folder)).eval()
 
 
 def ask(llm: LLM, names: Sequence[str | None]) -> list[RequestOutput]:
@@ -153,7 +160,7 @@ def test_every_family_answers_as_with_the_deltas_in_its_weights(
         "up": per_expert(model, ("up_proj",), range(EXPERTS), (3,)),
     }
     for name, weights in adapters.items():
-        save(tmp_path / name, weights)
+        write(tmp_path / name, weights)
     models = {name: with_deltas(model, weights) for name, weights in adapters.items()}
     base = copy.deepcopy(model)
     llm = LLM.over(assemble_tiny(model), {name: str(tmp_path / name) for name in adapters})
@@ -173,7 +180,7 @@ def test_old_names_mean_the_same_projections(leaf: str, old: str, tmp_path: Path
         name.replace(".mlp.", ".block_sparse_moe.").replace(leaf, old): pair
         for name, pair in weights.items()
     }
-    save(tmp_path / "old", renamed)
+    write(tmp_path / "old", renamed)
     expected = with_deltas(model, weights)
     llm = LLM.over(assemble_tiny(model), {"old": str(tmp_path / "old")})
     check(ask(llm, ["old"] * 2), {"old": expected})
@@ -197,14 +204,7 @@ def test_parameters_of_experts_answer_as_peft_does(
         r=3, lora_alpha=6, target_modules=["q_proj"],
         target_parameters=[f"mlp.{p}" for p in parameters], task_type="CAUSAL_LM",
     )  # fmt: skip
-    tuned = get_peft_model(copy.deepcopy(model), config)
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in tuned.named_parameters():
-        if "lora_" in name:
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.data.copy_(noise * parameter.shape[-1] ** -0.5)
-    tuned.save_pretrained(str(tmp_path / "a"))
-    expected = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "a")).eval()
+    expected = trained_by_peft(model, config, tmp_path / "a")
     base = copy.deepcopy(model)
     llm = LLM.over(assemble_tiny(model), {"a": str(tmp_path / "a")})
     check(ask(llm, ["a", None, "a", None]), {"a": expected, None: base})
@@ -214,7 +214,7 @@ def test_a_magnitude_of_an_expert_counts(tmp_path: Path) -> None:
     """DoRA, which PEFT itself has only on linears: m (W + BA) / |W + BA| for each row."""
     model = build("Qwen3MoeConfig")
     weights = per_expert(model, ("gate_proj", "down_proj"), (1, 2), (4,))
-    save(tmp_path / "dora", weights, use_dora=True)
+    write(tmp_path / "dora", weights, use_dora=True)
     merged = with_deltas(model, weights)
     path = tmp_path / "dora" / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -234,7 +234,7 @@ def test_a_router_may_send_tokens_elsewhere(tmp_path: Path) -> None:
     weights = {
         f"model.layers.{i}.mlp.gate": drawn((HIDDEN, EXPERTS), 2, seed=i) for i in range(2)
     } | per_expert(model, ("up_proj",), (0,), (2,))
-    save(tmp_path / "router", weights)
+    write(tmp_path / "router", weights)
     expected, base = with_deltas(model, weights), copy.deepcopy(model)
     llm = LLM.over(assemble_tiny(model), {"router": str(tmp_path / "router")})
     check(ask(llm, ["router", None, "router", None]), {"router": expected, None: base})
@@ -245,13 +245,7 @@ def test_a_router_of_the_adapters_own_answers_as_peft_does(tmp_path: Path) -> No
     config = LoraConfig(
         r=3, target_modules=["q_proj"], modules_to_save=["gate"], task_type="CAUSAL_LM"
     )
-    tuned = get_peft_model(copy.deepcopy(model), config)
-    generator = torch.Generator().manual_seed(3)
-    for parameter in tuned.parameters():
-        if parameter.requires_grad:
-            parameter.data.add_(0.3 * torch.randn(parameter.shape, generator=generator))
-    tuned.save_pretrained(str(tmp_path / "a"))
-    expected = PeftModel.from_pretrained(copy.deepcopy(model), str(tmp_path / "a")).eval()
+    expected = trained_by_peft(model, config, tmp_path / "a")
     base = copy.deepcopy(model)
     llm = LLM.over(assemble_tiny(model), {"a": str(tmp_path / "a")})
     check(ask(llm, ["a", None, "a", None]), {"a": expected, None: base})
@@ -259,7 +253,7 @@ def test_a_router_of_the_adapters_own_answers_as_peft_does(tmp_path: Path) -> No
 
 def test_base_rows_keep_every_bit_beside_experts(tmp_path: Path) -> None:
     model = build("Qwen3MoeConfig")
-    save(tmp_path / "a", per_expert(model, ("gate_proj", "down_proj"), range(EXPERTS), (4,)))
+    write(tmp_path / "a", per_expert(model, ("gate_proj", "down_proj"), range(EXPERTS), (4,)))
     llm = LLM.over(assemble_tiny(model, prefix_cache=False), {"a": str(tmp_path / "a")})
     alone, beside = ask(llm, [None] * 4), ask(llm, [None, "a", None, "a"])
     for row in (0, 2):
@@ -275,7 +269,7 @@ def _likelihoods(output: RequestOutput) -> list[float]:
 
 def refusal(tmp_path: Path, weights: Weights, **config: Any) -> str:
     model = build("Qwen3MoeConfig")
-    save(tmp_path / "bad", weights, **config)
+    write(tmp_path / "bad", weights, **config)
     with pytest.raises(AdapterRefused) as refused:
         LLM.over(assemble_tiny(model), {"bad": str(tmp_path / "bad")})
     return "\n".join(refused.value.reasons)
@@ -325,7 +319,7 @@ def test_parameters_without_tensors_are_named(tmp_path: Path) -> None:
 
 def test_dora_on_a_router_is_refused(tmp_path: Path) -> None:
     router = "model.layers.0.mlp.gate"
-    save(tmp_path / "dora", {router: drawn((HIDDEN, EXPERTS), 2, 0)}, use_dora=True)
+    write(tmp_path / "dora", {router: drawn((HIDDEN, EXPERTS), 2, 0)}, use_dora=True)
     path = tmp_path / "dora" / "adapter_model.safetensors"
     magnitude = {f"base_model.model.{router}.lora_magnitude_vector": torch.ones(EXPERTS)}
     save_file(load_file(path) | magnitude, path)
@@ -347,7 +341,7 @@ def test_experts_and_routers_can_be_merged_into_a_checkpoint(family: str, tmp_pa
     weights = per_expert(model, ("gate_proj", "down_proj"), (0, 2), (4,)) | {
         "model.layers.1.mlp.gate": drawn((HIDDEN, EXPERTS), 4, 9)
     }
-    save(tmp_path / "a", weights)
+    write(tmp_path / "a", weights)
     adapter = loaded(tmp_path / "a", model)
     merged = copy.deepcopy(model)
     fold(merged, adapter, "a")
@@ -359,7 +353,7 @@ def test_experts_and_routers_can_be_merged_into_a_checkpoint(family: str, tmp_pa
 def test_experts_that_an_adapter_lacks_take_no_memory(tmp_path: Path) -> None:
     model = build("Qwen3MoeConfig")
     for name, experts in (("one", (2,)), ("all", range(EXPERTS))):
-        save(tmp_path / name, per_expert(model, ("up_proj",), experts, (8,)))
+        write(tmp_path / name, per_expert(model, ("up_proj",), experts, (8,)))
     layout = assemble_tiny(copy.deepcopy(model)).worker.layout
     one, everyone = (
         packed_bytes(loaded(tmp_path / name, model).spec, layout, torch.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from loramux.types import RequestOutput
 from tests.cpu.architectures import VOCAB, build
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.test_own_values import TOKENS, Kind, config_of, save
+from tests.cpu.test_run_ahead import answers, likelihoods
 
 BLOCK = 16
 KINDS = {
@@ -60,20 +60,6 @@ def one(llm: LLM, model: str | None = None, cache_salt: str | None = None) -> in
     """Tokens that one request finds."""
     params = SamplingParams(temperature=0, max_tokens=2)
     return llm.generate(PROMPTS[:1], params, adapter=model, cache_salt=cache_salt)[0].cached_tokens
-
-
-def answers(outputs: Sequence[RequestOutput]) -> list[list[tuple[object, ...]]]:
-    return [
-        [(c.token_ids, c.text, c.finish_reason, c.stop_reason) for c in output.completions]
-        for output in outputs
-    ]
-
-
-def likelihoods(outputs: Sequence[RequestOutput]) -> list[float]:
-    entries = [e for o in outputs for c in o.completions for e in c.logprobs]
-    return [e.logprob for e in entries] + [
-        e.logprob for o in outputs for e in o.prompt_logprobs or () if e is not None
-    ]
 
 
 @pytest.mark.parametrize("kind", PARAMS)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from loramux.errors import EngineStopped, UnknownModel
-from loramux.types import Delta, EngineStats, GenerationRequest, RequestId
+from loramux.stats import EngineStats
+from loramux.types import Delta, GenerationRequest, RequestId
 
 
 def stats(**known: int) -> EngineStats:

@@ -16,7 +16,7 @@ import pytest
 import loramux
 from tests.unit.import_graph import Import, first_loads, imports_of, read_package
 
-_PURE = ("types", "errors", "guide", "config", "plan")
+_PURE = ("types", "stats", "errors", "guide", "config", "plan")
 _ADAPTERS = ("adapters", "adapters.spec", "adapters.experts", "adapters.fusions")
 _ENGINE = ("engine", "engine.interface")
 _WORKER = ("worker", "model", "lora", "ops", "ops.tuning")
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "guide": ("errors",),
     "types": ("guide", "errors"),
+    "stats": (),
     "config": ("errors",),
     "plan": ("types", "errors"),
     "adapters.spec": _PURE,

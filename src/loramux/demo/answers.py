@@ -6,7 +6,8 @@ import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from loramux.types import Delta, EngineStats
+from loramux.stats import EngineStats
+from loramux.types import Delta
 
 BASE_ROW = "base"
 

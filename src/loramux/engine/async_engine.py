@@ -9,14 +9,8 @@ from dataclasses import replace
 from loramux.engine.interface import Service, TextCodec
 from loramux.engine.streams import EngineStream, Streams
 from loramux.errors import EngineStopped
-from loramux.types import (
-    AdapterInfo,
-    Delta,
-    EngineRequest,
-    EngineStats,
-    SourceRules,
-    new_request_id,
-)
+from loramux.stats import EngineStats
+from loramux.types import AdapterInfo, Delta, EngineRequest, SourceRules, new_request_id
 
 
 class AsyncEngine:

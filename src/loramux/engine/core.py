@@ -22,14 +22,8 @@ from loramux.scheduling.drains import Drains
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.scheduling.tally import ADAPTERS, SEQUENCES, STEP_SECONDS, Tally
-from loramux.types import (
-    AdapterInfo,
-    Delta,
-    EngineStats,
-    PoolingParams,
-    RequestId,
-    SourceRules,
-)
+from loramux.stats import EngineStats
+from loramux.types import AdapterInfo, Delta, PoolingParams, RequestId, SourceRules
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,15 +9,8 @@ from typing import Any, Protocol
 from loramux.adapters.spec import PreparedAdapter
 from loramux.guide import Grammar, Guide
 from loramux.plan import SlotOrder, StepPlan, StepResult
-from loramux.types import (
-    AdapterId,
-    AdapterInfo,
-    Delta,
-    EngineRequest,
-    EngineStats,
-    RequestId,
-    SourceRules,
-)
+from loramux.stats import EngineStats
+from loramux.types import AdapterId, AdapterInfo, Delta, EngineRequest, RequestId, SourceRules
 
 
 class LaunchedStep(Protocol):

@@ -13,13 +13,13 @@ from loramux.engine.fetcher import Fetcher, Outcome
 from loramux.engine.interface import TextCodec
 from loramux.engine.origins import Origin
 from loramux.errors import EmbeddingFailed, InvalidRequest
+from loramux.stats import EngineStats
 from loramux.types import (
     AdapterInfo,
     Completion,
     Delta,
     EmbeddingRequest,
     EngineRequest,
-    EngineStats,
     GenerationRequest,
     PoolingParams,
     RequestId,

@@ -8,7 +8,8 @@ from operator import attrgetter
 from typing import Any
 
 from loramux.errors import LoramuxError
-from loramux.types import AdapterInfo, Delta, EngineStats, RequestId
+from loramux.stats import EngineStats
+from loramux.types import AdapterInfo, Delta, RequestId
 
 CODEC_KEY = "codec_key"
 """A call beside the methods of a service: the key of what ``text_of`` would give, without the

@@ -23,11 +23,11 @@ from loramux.engine.interface import Listener, TextCodec, Worker
 from loramux.engine.languages import Languages
 from loramux.engine.origins import Origin
 from loramux.errors import EngineStopped, LoramuxError, TooManyRequests
+from loramux.stats import EngineStats
 from loramux.types import (
     AdapterInfo,
     Delta,
     EngineRequest,
-    EngineStats,
     GenerationRequest,
     RequestId,
     SourceRules,
@@ -107,11 +107,11 @@ class EngineService:
         self._thread = threading.Thread(target=self._run, name="loramux-engine", daemon=True)
         self._thread.start()
         try:
-            warm_up = self._languages.of(None).text.warm_up
-            await asyncio.wrap_future(self._compilers.submit(warm_up))
+            warming_up = self._compilers.submit(self._languages.of(None).text.warm_up)
             for name, source in self._adapters_at_start:
                 await self.load_adapter(name, source)
             await self._admin.restore()
+            await asyncio.wrap_future(warming_up)
         except BaseException:
             await self.stop()
             raise

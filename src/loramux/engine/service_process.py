@@ -18,13 +18,8 @@ from loramux.engine import messages
 from loramux.engine.channel import Channel
 from loramux.engine.interface import Listener, Service, TextCodec
 from loramux.errors import EngineStopped
-from loramux.types import (
-    AdapterInfo,
-    EngineRequest,
-    EngineStats,
-    RequestId,
-    SourceRules,
-)
+from loramux.stats import EngineStats
+from loramux.types import AdapterInfo, EngineRequest, RequestId, SourceRules
 
 _CHILD = "loramux.engine.child"
 _CACHED_CODECS = 16
@@ -174,10 +169,10 @@ class ServiceProcess:
             case list():
                 self._listener.deliver(messages.unpack(message))
             case messages.Result(number, value):
-                if (future := self._calls.get(number)) is not None and not future.done():
+                if (future := self._waiting(number)) is not None:
                     future.set_result(value)
             case messages.Error(number, error):
-                if (future := self._calls.get(number)) is not None and not future.done():
+                if (future := self._waiting(number)) is not None:
                     future.set_exception(error)
             case messages.Started():
                 self._started.set_result(message)
@@ -187,6 +182,11 @@ class ServiceProcess:
                 self._end(failure)
             case _:
                 raise AssertionError(f"no message from an engine: {message!r}")
+
+    def _waiting(self, number: int) -> asyncio.Future[Any] | None:
+        """A call for whose answer somebody still waits."""
+        future = self._calls.get(number)
+        return None if future is None or future.done() else future
 
     def _lose(self) -> None:
         """The other end is closed, which is how every end of the process shows here."""

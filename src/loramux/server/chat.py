@@ -10,12 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from loramux.engine.interface import TextCodec
-from loramux.errors import InvalidRequest
 from loramux.server import logprobs
 from loramux.server.answer import Part, Usage
 from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
+from loramux.server.errors import prompt_called
 from loramux.server.messages import conversation
 from loramux.server.openapi import STREAMED, request_body
 from loramux.server.reply import reply
@@ -39,7 +39,7 @@ async def create_chat_completion(request: Request, context: Context, caller: Ask
     use = plan_use(body, tools, codec, context.options.tool_parser)
     params = use.params(params)
     renderer = ChatRenderer(body, prompt, codec, use, answer_id=f"chatcmpl-{request.state.id}")
-    try:
+    with prompt_called("messages"):
         return await reply(
             request,
             context,
@@ -50,11 +50,6 @@ async def create_chat_completion(request: Request, context: Context, caller: Ask
             params=params,
             renderer=renderer,
         )
-    except InvalidRequest as error:
-        if error.param != "prompt":
-            raise
-        # The engine's word for what this endpoint calls messages.
-        raise InvalidRequest(str(error), "messages") from error
 
 
 class ChatRenderer:

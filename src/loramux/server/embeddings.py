@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from loramux.errors import InvalidRequest
 from loramux.server.answer import Part
 from loramux.server.auth import Asker
 from loramux.server.body import read_json
 from loramux.server.context import Context
+from loramux.server.errors import prompt_called
 from loramux.server.openapi import request_body
 from loramux.server.reply import UNSEEN_INTERVAL, submit
 from loramux.server.schema import EmbeddingsRequest
@@ -33,7 +33,7 @@ async def create_embeddings(request: Request, context: Context, caller: Asker) -
     params = body.params()
     codec = await context.codec_of(body.model, caller)
     prompts = await encode_all(codec, body.input)
-    try:
+    with prompt_called("input"):
         answer = await submit(
             context,
             [
@@ -46,11 +46,6 @@ async def create_embeddings(request: Request, context: Context, caller: Asker) -
             endpoint=request.url.path,
             interval=UNSEEN_INTERVAL,
         )
-    except InvalidRequest as error:
-        if error.param != "prompt":
-            raise
-        # The engine's word for what this endpoint calls input.
-        raise InvalidRequest(str(error), "input") from error
     with answer:
         parts = await until_disconnect(request.receive, answer.collect())
     as_text = body.encoding_format == "base64"

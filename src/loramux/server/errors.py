@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -120,6 +122,17 @@ def error_object(
     fallback = "server_error" if status >= 500 else "invalid_request_error"
     kind = _TYPES.get(status, fallback)
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@contextmanager
+def prompt_called(name: str) -> Iterator[None]:
+    """What the engine says of a prompt is told of the field ``name``."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param != "prompt":
+            raise
+        raise InvalidRequest(str(error), name) from error
 
 
 def describe(error: LoramuxError) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 
 from loramux.engine.interface import Engine
 from loramux.server.keys import Keyring
-from loramux.types import EngineStats
-from loramux.types import Histogram as Observed
+from loramux.stats import EngineStats
+from loramux.stats import Histogram as Observed
 
 _GAUGES = {
     "num_running": ("requests_running", "Sequences in the running batch"),

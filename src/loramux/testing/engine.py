@@ -20,6 +20,7 @@ from loramux.errors import (
     UnknownAdapter,
     UnknownModel,
 )
+from loramux.stats import EngineStats, Histogram
 from loramux.testing.codec import FakeCodec
 from loramux.types import (
     AdapterId,
@@ -27,9 +28,7 @@ from loramux.types import (
     Delta,
     EmbeddingRequest,
     EngineRequest,
-    EngineStats,
     GenerationRequest,
-    Histogram,
     PoolingParams,
     RequestId,
     SourceRules,

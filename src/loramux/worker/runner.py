@@ -278,10 +278,7 @@ class CapturedRunner:
         self._set_up(key, inputs, sequences)
         self._fill_pending(inputs, last_tokens)
         num_logits = len(inputs.logit_rows)
-        logit_rows = self._logit_rows[:num_logits]
-        if key.kind is not StepKind.EAGER:
-            logit_rows = self._rows_of(key)
-        logits, states = self._forward(key.bucket, logit_rows)
+        logits, states = self._forward(key.bucket, self._rows_of(key, num_logits))
         if self._context.own.widest is not None:
             # Later steps read what is left here as padding, and may know the base's tokens only.
             self._token_ids.zero_()
@@ -300,9 +297,7 @@ class CapturedRunner:
         self._ops.begin_step(key.rank_bucket, few=key.few)
         slots, counts = [s.slot for s in sequences], [len(s.token_ids) for s in sequences]
         self._context.routing.fill(slots, counts, key.bucket, few=key.few)
-        num_logits = len(inputs.logit_rows)
-        if key.kind is not StepKind.EAGER:
-            num_logits = self._most_logits(key)
+        num_logits = self._num_logits(key, len(inputs.logit_rows))
         self._context.own.begin_step(
             slots, counts, inputs.logit_rows, num_logits=num_logits, few=key.few
         )
@@ -334,15 +329,17 @@ class CapturedRunner:
             self._kept_states[: key.bucket].copy_(states)
         return logits
 
-    def _rows_of(self, key: GraphKey) -> Tensor | int:
-        """The rows whose logits a graph computes, as ``_forward`` has them."""
-        return 0 if key.kind is StepKind.DECODE else self._logit_rows[: self._most_logits(key)]
-
-    def _most_logits(self, key: GraphKey) -> int:
-        """Rows whose logits a graph computes, used or not."""
+    def _rows_of(self, key: GraphKey, num_wanted: int = 0) -> Tensor | int:
+        """The rows whose logits a step of a key computes, as ``_forward`` has them."""
         if key.kind is StepKind.DECODE:
-            return key.bucket
-        return min(key.bucket, self._max_logit_rows)
+            return 0
+        return self._logit_rows[: self._num_logits(key, num_wanted)]
+
+    def _num_logits(self, key: GraphKey, num_wanted: int) -> int:
+        """How many these are: a graph's do not hang on how many are wanted."""
+        if key.kind is StepKind.EAGER:
+            return num_wanted
+        return key.bucket if key.kind is StepKind.DECODE else min(key.bucket, self._max_logit_rows)
 
     def _forward(self, num_rows: int, logit_rows: Tensor | int) -> tuple[Tensor, Tensor]:
         """Logits ``[rows, vocab]`` and hidden states ``[num_rows, hidden]``.
