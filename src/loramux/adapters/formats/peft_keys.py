@@ -11,11 +11,13 @@ Origin = Literal["own", "copy", "base layer", "original", "tokens"]
 
 _WRAPPER = "base_model.model."
 
+_PATH = r"([^.]+(?:\.[^.]*)*?)"
+"""Tried word by word, which takes a third of the time of going letter by letter."""
 _NAME = r"(?:\.([^.]+))?"
 """Of the adapter, where the file has it inside the key (``lora_A.default.weight``)."""
-_DELTA = re.compile(rf"(.+?)\.(lora_A|lora_B|lora_magnitude_vector){_NAME}\.(weight|bias)")
+_DELTA = re.compile(rf"{_PATH}\.(lora_A|lora_B|lora_magnitude_vector){_NAME}\.(weight|bias)")
 _BARE_DELTA = re.compile(
-    rf"(.+?)\.(lora_magnitude_vector|lora_embedding_A|lora_embedding_B){_NAME}"
+    rf"{_PATH}\.(lora_magnitude_vector|lora_embedding_A|lora_embedding_B){_NAME}"
 )
 _PARTS: dict[tuple[str, str | None], tuple[Part, bool]] = {
     ("lora_A", "weight"): ("lora_A", False),
@@ -28,9 +30,9 @@ _PARTS: dict[tuple[str, str | None], tuple[Part, bool]] = {
 }
 """By the word in the key and what ends it: the part, and whether only embeddings have it so."""
 
-_TOKENS = re.compile(rf"(.+?)\.token_adapter\.trainable_tokens_delta{_NAME}")
+_TOKENS = re.compile(rf"{_PATH}\.token_adapter\.trainable_tokens_delta{_NAME}")
 _PARAMETER = re.compile(
-    r"(.+?)(?:\.(?:token_adapter\.)?(base_layer)|\.(original_module)"
+    rf"{_PATH}(?:\.(?:token_adapter\.)?(base_layer)|\.(original_module)"
     r"|\.(modules_to_save)(?:\.[^.]+)?)?\.(weight|bias)"
 )
 _ORIGINS: dict[str | None, Origin] = {

@@ -162,6 +162,8 @@ def _check_parameters(
     named: Sequence[str], groups: Mapping[str, _Group], base: BaseLayout, report: Report
 ) -> None:
     """Parameters that the configuration names must have tensors: PEFT gives each its own."""
+    if not named:
+        return
     adapted = {end for path in groups for end in _endings(path.removesuffix(WRAPPED))}
     missing = [parameter for parameter in named if parameter.rpartition(".")[0] not in adapted]
     if missing:

@@ -108,20 +108,25 @@ def _fault(value: Any) -> str | None:
     if not isinstance(value, dict) or value.keys() != _FIELDS:
         return "does not have dtype, shape and data_offsets"
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
+    bits = _DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None:
         return "has an unknown dtype"
     if not _sizes(shape) or len(shape) > _MAX_DIMENSIONS:
         return "has an invalid shape"
     if not _sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return "has invalid data_offsets"
-    if math.prod(shape) * _DTYPE_BITS[dtype] != (offsets[1] - offsets[0]) * 8:
+    if math.prod(shape) * bits != (offsets[1] - offsets[0]) * 8:
         return "has a shape that does not fit its number of bytes"
     return None
 
 
 def _sizes(value: Any) -> bool:
     """A list of integers that can be sizes."""
-    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+    return isinstance(value, list) and all(map(_is_size, value))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _check_places(what: str, entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
