@@ -128,10 +128,17 @@ def trained_by_peft(model: PreTrainedModel, config: LoraConfig, folder: Path) ->
     return PeftModel.from_pretrained(copy.deepcopy(model), str(folder)).eval()
 
 
-def ask(llm: LLM, names: Sequence[str | None]) -> list[RequestOutput]:
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(names))]
-    return llm.generate(prompts, params, adapter=list(names))
+def ask(
+    llm: LLM,
+    names: Sequence[str | None],
+    *,
+    prompts: Sequence[list[int]] = PROMPTS,
+    max_tokens: int = 10,
+) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+    return llm.generate(
+        [prompts[i % len(prompts)] for i in range(len(names))], params, adapter=list(names)
+    )
 
 
 def check(outputs: Sequence[RequestOutput], models: Mapping[str | None, torch.nn.Module]) -> None:
@@ -229,11 +236,16 @@ def test_a_magnitude_of_an_expert_counts(tmp_path: Path) -> None:
     check(ask(llm, ["dora"] * 4), {"dora": merged})
 
 
-def test_a_router_may_send_tokens_elsewhere(tmp_path: Path) -> None:
-    model = build("Qwen3MoeConfig")
-    weights = {
-        f"model.layers.{i}.mlp.gate": drawn((HIDDEN, EXPERTS), 2, seed=i) for i in range(2)
-    } | per_expert(model, ("up_proj",), (0,), (2,))
+def on_routers(model: PreTrainedModel) -> Weights:
+    """Deltas on the router of every layer that has experts."""
+    names = [name.replace(".experts", ".gate") for name in experts_of(model)]
+    return {name: drawn((HIDDEN, EXPERTS), 2, seed) for seed, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "DeepseekV3Config"])
+def test_a_router_may_send_tokens_elsewhere(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    weights = {**on_routers(model), **per_expert(model, ("up_proj",), (0,), (2,))}
     write(tmp_path / "router", weights)
     expected, base = with_deltas(model, weights), copy.deepcopy(model)
     llm = LLM.over(assemble_tiny(model), {"router": str(tmp_path / "router")})

@@ -51,7 +51,7 @@ def fold(model: PreTrainedModel, adapter: LoadedAdapter, name: str) -> None:
     report = Report()
     refuse_leftovers(adapter, report)
     owners = _owners(model)
-    experts = expert_weights(model, find_experts(model))
+    experts = expert_weights(model, find_experts(model, any_gate=True))
     with torch.no_grad():
         for module, deltas in adapter.spec.by_module().items():
             linear = experts.get(module) or model.get_submodule(module)
