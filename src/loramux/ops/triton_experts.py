@@ -41,7 +41,7 @@ _MAX_COUNTED = 8192
 """Pairs that are sorted by counting, in one launch; its work grows with their square."""
 _RANK_BLOCK, _CHUNK = 32, 256
 _CUT_CHUNK = 1024
-_GATE_COLUMNS, _COMBINE_COLUMNS = 128, 512
+_GATE_COLUMNS, _COMBINE_COLUMNS = 128, 1024
 _PLAIN_ROWS = 16
 """Of a program of the gate where no adapter takes part."""
 
@@ -153,6 +153,7 @@ class TritonExperts:
             TOP_K=top_k,
             BLOCK_N=_COMBINE_COLUMNS,
             num_warps=4,
+            num_stages=1,
         )
         return result
 
@@ -179,6 +180,7 @@ class TritonExperts:
                 BLOCK=_RANK_BLOCK,
                 CHUNK=_CHUNK,
                 num_warps=4,
+                num_stages=1,
             )
         else:
             slots = token_slot[: len(index)] if lora else None
@@ -200,6 +202,7 @@ class TritonExperts:
             *rows,
             CHUNK=_CUT_CHUNK,
             num_warps=4,
+            num_stages=1,
         )
         experts, runs = (
             _Segments(part[0], part[1], part[2], block_rows, grid)
@@ -288,6 +291,7 @@ class TritonExperts:
             DOT=dot_type(arena.dtype),
             PRECISION="ieee",
             num_warps=4,
+            num_stages=1,
         )
 
 
