@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from loramux.adapters.experts import PARTS
 from loramux.lora.layers import Form, LoraContext
 from loramux.lora.wrapper import Wrapper
 from loramux.ops.interface import Site, Slice
+from loramux.ops.layout import EXPERT_PARTS
 from loramux.ops.opaque import own_results, run_experts
 from loramux.ops.reference import ReferenceOps
 
@@ -45,7 +45,7 @@ class AdaptedExperts:
         self._context = context
         self._ops = ReferenceOps()
         num_experts, hidden, size = self._experts.down_proj.shape
-        rows = range(first, first + 3 * num_experts, 3)
+        rows = range(first, first + EXPERT_PARTS * num_experts, EXPERT_PARTS)
         self._into = [
             Site((Slice(row, 0, size), Slice(row + 1, size, size)), hidden, None) for row in rows
         ]
@@ -123,7 +123,7 @@ class GroupedExperts(nn.Module):
         super().__init__()
         assert context.ops.experts is not None
         weights = cast(Experts, experts)
-        table = context.tables.table[first : first + len(PARTS) * len(weights.down_proj)]
+        table = context.tables.table[first : first + EXPERT_PARTS * len(weights.down_proj)]
         self.register_buffer("gate_up", weights.gate_up_proj.detach(), persistent=False)
         self.register_buffer("down", weights.down_proj.detach(), persistent=False)
         self.register_buffer("arena", context.arena, persistent=False)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from loramux.adapters.experts import PARTS
 from loramux.ops import layout
 from loramux.ops.triton_kernels import sum_planes
 
@@ -28,7 +27,7 @@ OFFSET_B = tl.constexpr(layout.OFFSET_B)
 OFFSET_G = tl.constexpr(layout.OFFSET_G)
 RECORD = tl.constexpr(layout.RECORD)
 NO_GAIN = tl.constexpr(layout.NO_GAIN)
-NUM_PARTS = tl.constexpr(len(PARTS))
+EXPERT_PARTS = tl.constexpr(layout.EXPERT_PARTS)
 
 NUM_FIELDS = 6
 """Of what ``rank_kernel`` finds for each place in the sorted order: the expert, how far its run is
@@ -85,7 +84,7 @@ def rank_kernel(
     tl.store(target, expert, mask=mask)
     tl.store(target + num_pairs, place - expert_start, mask=mask)
     tl.store(target + 2 * num_pairs, expert_end - place, mask=mask)
-    tl.store(target + 3 * num_pairs, first_key * NUM_PARTS + slot, mask=mask)
+    tl.store(target + 3 * num_pairs, first_key * EXPERT_PARTS + slot, mask=mask)
     tl.store(target + 4 * num_pairs, place - run_start, mask=mask)
     tl.store(target + 5 * num_pairs, run_end - place, mask=mask)
 

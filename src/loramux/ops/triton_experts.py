@@ -9,7 +9,6 @@ import torch
 import triton
 from torch import Tensor
 
-from loramux.adapters.experts import PARTS
 from loramux.ops.expert_kernels import (
     NUM_FIELDS,
     combine_kernel,
@@ -25,6 +24,7 @@ from loramux.ops.expert_tiles import (
     product_tiles,
     run_rows,
 )
+from loramux.ops.layout import EXPERT_PARTS
 from loramux.ops.lora_launches import (
     Pieces,
     StepLaunches,
@@ -317,7 +317,7 @@ def sort_pairs(
             experts,
             places - expert_start,
             expert_end - places,
-            first * len(PARTS) + keys - first,
+            first * EXPERT_PARTS + keys - first,
             places - run_start,
             run_end - places,
         ]
