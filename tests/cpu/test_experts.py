@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from loramux import LLM, SamplingParams
 from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.loaded import LoadedAdapter
-from loramux.errors import AdapterRefused
+from loramux.errors import AdapterRefused, ModelNotServable
+from loramux.lora.experts import AdaptedExperts
 from loramux.lora.weights import packed_bytes
 from loramux.model.blueprint import draw
 from loramux.model.merge import fold
@@ -274,6 +275,20 @@ def test_base_rows_keep_every_bit_beside_experts(tmp_path: Path) -> None:
 
 def _likelihoods(output: RequestOutput) -> list[float]:
     return [entry.logprob for entry in output.completions[0].logprobs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_compute_something_else_are_found_at_start(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = AdaptedExperts.__call__
+
+    def swapped(self: AdaptedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return right(self, x, index.flip(-1), weights)
+
+    monkeypatch.setattr(AdaptedExperts, "__call__", swapped)
+    with pytest.raises(ModelNotServable, match="experts"):
+        assemble_tiny(build(family))
 
 
 # Refused ----------------------------------------------------------------------------------------

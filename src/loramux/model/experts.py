@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -125,8 +126,23 @@ def expert_weights(
 def use_adapted_experts(model: PreTrainedModel) -> None:
     """Have transformers call what ``adapt`` has put at each module of experts."""
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = _call_adapted
-    model.config._experts_implementation = IMPLEMENTATION
-    model.config.get_text_config()._experts_implementation = IMPLEMENTATION
+    _use(model, IMPLEMENTATION)
+
+
+@contextmanager
+def transformers_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Have transformers compute experts itself for a while, as plainly as it can."""
+    before = model.config._experts_implementation
+    _use(model, "eager")
+    try:
+        yield
+    finally:
+        _use(model, before)
+
+
+def _use(model: PreTrainedModel, implementation: str | None) -> None:
+    model.config._experts_implementation = implementation
+    model.config.get_text_config()._experts_implementation = implementation
 
 
 def adapt(experts: nn.Module, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
