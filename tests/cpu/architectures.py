@@ -109,6 +109,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
         ("q_proj", "k_proj", "v_proj", "o_proj"),
     ),
+    "gpt_oss": Architecture(
+        "GptOssConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, **_WINDOWS},
+        ("q_proj", "k_proj", "v_proj", "o_proj"),
+    ),
     "olmoe": Architecture(
         "OlmoeConfig",
         {"num_experts": 4, "num_experts_per_tok": 2},

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from loramux import LLM, SamplingParams
 from loramux.config import ModelOptions
 from loramux.errors import ModelNotServable
+from loramux.model.attention_seam import Recorder
 from loramux.model.load import adopt, load_base
 from tests.cpu.architectures import ARCHITECTURES, VOCAB, build, write_adapter
 from tests.cpu.engines import assemble_tiny
@@ -87,18 +88,10 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
         adopt("base", from_config(config))
 
 
-def test_attention_sinks_are_refused_by_name() -> None:
-    config = tiny_config(
-        "GptOssConfig",
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        layer_types=["full_attention"],
-    )
-    with pytest.raises(ModelNotServable, match="s_aux"):
-        assemble_tiny(from_config(config))
+def test_what_attention_does_not_know_is_refused_by_name() -> None:
+    q, k = torch.zeros(5, 4, 8), torch.zeros(5, 2, 8)
+    with pytest.raises(ModelNotServable, match="layer 0 uses position_bias"):
+        Recorder("base")(0, q, k, k, {"scaling": 1.0, "position_bias": torch.zeros(4)})
 
 
 def test_a_wrong_mask_is_found_by_the_self_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2MoeConfig": {"num_experts": EXPERTS, "shared_expert_intermediate_size": 40},
     "MixtralConfig": {"num_local_experts": EXPERTS, "intermediate_size": SIZE},
     "OlmoeConfig": {"num_experts": EXPERTS, "intermediate_size": SIZE},
+    "GptOssConfig": {
+        "num_local_experts": EXPERTS, "intermediate_size": SIZE, "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
+    },
     "DeepseekV3Config": {
         "n_routed_experts": EXPERTS, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
         "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
@@ -60,7 +64,7 @@ def build(family: str) -> PreTrainedModel:
     config = getattr(transformers, family)(**{**sizes, **FAMILIES[family]})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
-        if "experts" in name or name.endswith("gate.weight"):
+        if "experts" in name or name.endswith(("gate.weight", "router.weight", "sinks")):
             parameter.data.normal_(std=0.3)
     return model
 
@@ -110,10 +114,15 @@ def view(model: PreTrainedModel, module: str) -> Tensor:
         return model.get_submodule(module).weight.data  # type: ignore[union-attr, return-value]
     expert, leaf = rest.split(".")
     holder: Any = model.get_submodule(f"{experts}.experts")
+    whole = holder.down_proj if leaf == "down_proj" else holder.gate_up_proj
+    weight = whole.data[int(expert)]
+    if holder.is_transposed:
+        weight = weight.t()
     if leaf == "down_proj":
-        return holder.down_proj.data[int(expert)]
-    both = holder.gate_up_proj.data[int(expert)]
-    return both[:SIZE] if leaf == "gate_proj" else both[SIZE:]
+        return weight
+    if holder.is_concatenated:
+        return weight[:SIZE] if leaf == "gate_proj" else weight[SIZE:]
+    return weight[0::2] if leaf == "gate_proj" else weight[1::2]
 
 
 def with_deltas(model: PreTrainedModel, weights: Weights) -> PreTrainedModel:
@@ -194,7 +203,9 @@ def test_old_names_mean_the_same_projections(leaf: str, old: str, tmp_path: Path
     check(ask(llm, ["old"] * 2), {"old": expected})
 
 
-@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "MixtralConfig", "OlmoeConfig"])
+@pytest.mark.parametrize(
+    "family", ["Qwen3MoeConfig", "MixtralConfig", "OlmoeConfig", "GptOssConfig"]
+)
 @pytest.mark.parametrize(
     "parameters",
     [
@@ -210,7 +221,8 @@ def test_parameters_of_experts_answer_as_peft_does(
     model = build(family)
     config = LoraConfig(
         r=3, lora_alpha=6, target_modules=["q_proj"],
-        target_parameters=[f"mlp.{p}" for p in parameters], task_type="CAUSAL_LM",
+        target_parameters=[f"mlp.{p}".replace("gate.", f"{router_of(model)}.") for p in parameters],
+        task_type="CAUSAL_LM",
     )  # fmt: skip
     expected = trained_by_peft(model, config, tmp_path / "a")
     base = copy.deepcopy(model)
@@ -237,13 +249,18 @@ def test_a_magnitude_of_an_expert_counts(tmp_path: Path) -> None:
     check(ask(llm, ["dora"] * 4), {"dora": merged})
 
 
+def router_of(model: PreTrainedModel) -> str:
+    """What the router is called."""
+    return "router" if model.config.model_type == "gpt_oss" else "gate"
+
+
 def on_routers(model: PreTrainedModel) -> Weights:
     """Deltas on the router of every layer that has experts."""
-    names = [name.replace(".experts", ".gate") for name in experts_of(model)]
+    names = [name.replace("experts", router_of(model)) for name in experts_of(model)]
     return {name: drawn((HIDDEN, EXPERTS), 2, seed) for seed, name in enumerate(names)}
 
 
-@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "DeepseekV3Config"])
+@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "DeepseekV3Config", "GptOssConfig"])
 def test_a_router_may_send_tokens_elsewhere(family: str, tmp_path: Path) -> None:
     model = build(family)
     weights = {**on_routers(model), **per_expert(model, ("up_proj",), (0,), (2,))}

@@ -16,7 +16,7 @@ PARTS = (GATE, UP, DOWN)
 
 GATE_UP_PARAMETER, DOWN_PARAMETER = "gate_up_proj", "down_proj"
 """Parameters with those of all experts: ``[experts, 2 * intermediate, hidden]``, the gate's rows
-before the up projection's, and ``[experts, hidden, intermediate]``."""
+before the up projection's or by turns with them, and ``[experts, hidden, intermediate]``."""
 
 OLD_NAMES: Mapping[str, str] = {GATE: "w1", UP: "w3", DOWN: "w2"}
 _INSIDE = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")

@@ -28,6 +28,18 @@ class ExpertsShape:
     num_experts: int
     hidden: int
     intermediate: int
+    interleaved: bool = False
+    """Whether gate and up take turns in the parameter that has both."""
+
+    @property
+    def gate_rows(self) -> range:
+        """Of what that parameter gives."""
+        return range(0, 2 * self.intermediate, 2) if self.interleaved else range(self.intermediate)
+
+    @property
+    def up_rows(self) -> range:
+        size = self.intermediate
+        return range(1, 2 * size, 2) if self.interleaved else range(size, 2 * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +161,7 @@ class ModuleDelta:
         """The rows of B or of the magnitude that are meant, as pieces to be put together."""
         if not self.stored_rows:
             return [stored]
-        return [stored[rows.start : rows.stop] for rows in self.stored_rows]
+        return [stored[rows.start : rows.stop : rows.step] for rows in self.stored_rows]
 
 
 @dataclass(frozen=True, slots=True)

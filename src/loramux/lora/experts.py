@@ -21,14 +21,22 @@ not hang on how many: products of fewer rows than four sum up in another order."
 
 
 class Experts(Protocol):
-    """A module of transformers' experts interface: gated, gate before up, without biases."""
+    """A module of transformers' experts interface that is gated."""
 
     gate_up_proj: Tensor
-    """``[experts, 2 * intermediate, hidden]``"""
+    """``[experts, 2 * intermediate, hidden]``, or its last two dimensions the other way round."""
     down_proj: Tensor
-    """``[experts, hidden, intermediate]``"""
+    """``[experts, hidden, intermediate]``, or the other way round."""
+    is_transposed: bool
+    is_concatenated: bool
+    """Gate before up; else they take turns."""
 
     def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
+
+
+def out_first(weight: Tensor, experts: object) -> Tensor:
+    """A weight of all experts as ``[experts, out, in]``, whichever way it is stored."""
+    return weight.transpose(1, 2) if cast(Experts, experts).is_transposed else weight
 
 
 class AdaptedExperts:
@@ -44,12 +52,22 @@ class AdaptedExperts:
         self._experts = cast(Experts, experts)
         self._context = context
         self._ops = ReferenceOps()
-        num_experts, hidden, size = self._experts.down_proj.shape
-        rows = range(first, first + EXPERT_PARTS * num_experts, EXPERT_PARTS)
-        self._into = [
-            Site((Slice(row, 0, size), Slice(row + 1, size, size)), hidden, None) for row in rows
-        ]
-        self._out = [Site((Slice(row + 2, 0, hidden),), size, None) for row in rows]
+        self._gate_up = out_first(self._experts.gate_up_proj, experts)
+        self._down = out_first(self._experts.down_proj, experts)
+        self._biases: tuple[Tensor | None, Tensor | None] = (
+            getattr(experts, "gate_up_proj_bias", None),
+            getattr(experts, "down_proj_bias", None),
+        )
+        num_experts, hidden, size = self._down.shape
+        into, out = self._biases
+        self._into: list[Site] = []
+        self._out: list[Site] = []
+        for expert in range(num_experts):
+            row = first + EXPERT_PARTS * expert
+            bias = None if into is None else self._halves(into[expert])
+            self._into.append(Site((Slice(row, 0, size), Slice(row + 1, size, size)), hidden, bias))
+            bias = None if out is None else out[expert]
+            self._out.append(Site((Slice(row + 2, 0, hidden),), size, bias))
 
     def __call__(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """x ``[T, hidden]``, index and weights ``[T, k]`` -> ``[T, hidden]``."""
@@ -86,12 +104,28 @@ class AdaptedExperts:
         runs = [] if slots is None else _runs(slots, self._context.routing.num_slots)
         num_rows = len(x)
         x = F.pad(x, (0, 0, 0, max(0, _MIN_ROWS - num_rows)))
-        gate_up = F.linear(x, self._experts.gate_up_proj[expert])
-        self._add(gate_up, x, runs, self._into[expert])
+        into, out = (None if bias is None else bias[expert] for bias in self._biases)
+        gate_up = F.linear(x, self._gate_up[expert], into)
+        if runs:
+            halves = self._halves(gate_up)
+            self._add(halves, x, runs, self._into[expert])
+            gate_up = self._by_turns(halves)
         hidden = self._experts._apply_gate(gate_up)
-        down = F.linear(hidden, self._experts.down_proj[expert])
+        down = F.linear(hidden, self._down[expert], out)
         self._add(down, hidden, runs, self._out[expert])
         return down[:num_rows]
+
+    def _halves(self, gate_up: Tensor) -> Tensor:
+        """``[…, 2 * intermediate]`` with gate before up."""
+        if self._experts.is_concatenated:
+            return gate_up
+        return gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+    def _by_turns(self, halves: Tensor) -> Tensor:
+        """The reverse of ``_halves``."""
+        if self._experts.is_concatenated:
+            return halves
+        return halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
     def _add(self, y: Tensor, x: Tensor, runs: list[tuple[int, slice]], site: Site) -> None:
         ctx = self._context

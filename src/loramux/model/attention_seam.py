@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
@@ -32,6 +33,9 @@ _INERT = frozenset(
 )  # fmt: skip
 """Arguments that do not change what attention computes over a causal sequence."""
 
+
+_PARAMS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+"""Arguments that become ``AttentionParams``."""
 
 Handler = Callable[[Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 """Computes one layer: q, k, v ``[T, heads, dim]`` and options -> ``[T, heads, value dim]``."""
@@ -74,7 +78,7 @@ class Recorder:
         shape = KvShape(k.shape[1], k.shape[2], v.shape[2])
         self.layers[layer] = AttentionLayer(q.shape[1], shape, params)
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        # Values do not matter here, shapes do: window and softcap are left out.
+        # Values do not matter here, shapes do: window, softcap and sinks are left out.
         answer = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=params.scale, enable_gqa=True
         )
@@ -84,7 +88,7 @@ class Recorder:
         live = {
             name
             for name, value in options.items()
-            if value is not None and name not in _INERT | {"scaling", "sliding_window", "softcap"}
+            if value is not None and name not in _INERT | _PARAMS
         }
         if live:
             raise ModelNotServable(
@@ -99,7 +103,15 @@ class Recorder:
             scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
             window=options.get("sliding_window"),
             softcap=options.get("softcap"),
+            sinks=_sinks(options.get("s_aux")),
         )
+
+
+def _sinks(scores: Tensor | None) -> tuple[float, ...] | None:
+    """On the meta device, where there are no values, zeros stand for them."""
+    if scores is None:
+        return None
+    return tuple((torch.zeros(scores.shape) if scores.is_meta else scores).float().tolist())
 
 
 class PagedLayer(nn.Module):

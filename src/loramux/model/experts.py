@@ -21,6 +21,7 @@ from loramux.adapters.experts import (
     expert_part,
 )
 from loramux.adapters.spec import ExpertsShape, ModuleShape
+from loramux.lora.experts import out_first
 
 IMPLEMENTATION = "loramux"
 
@@ -33,37 +34,54 @@ _ACTIVATIONS: dict[type, str] = {
 
 
 def find_experts(model: PreTrainedModel, *, any_gate: bool) -> dict[str, ExpertsShape]:
-    """Modules with the experts of a layer, of the one kind that can take LoRA: gated, without
-    biases, gate before up, each weight ``[out, in]``.
+    """Modules with the experts of a layer, of the kind that can take LoRA: gated, with no norm
+    behind them.
 
-    ``any_gate``: whatever joins gate and up will do, as in plain torch; else only what the kernels
-    know.
+    ``any_gate``: whatever joins gate and up will do, and any layout of the weights, as in plain
+    torch; else only what the kernels know.
     """
     found: dict[str, ExpertsShape] = {}
     for name, module in model.named_modules():
-        gate_up = getattr(module, GATE_UP_PARAMETER, None)
-        down = getattr(module, DOWN_PARAMETER, None)
-        if not (isinstance(gate_up, nn.Parameter) and isinstance(down, nn.Parameter)):
-            continue
         interface: Any = module
-        usual = (
+        if (
             getattr(interface, "has_gate", False)
-            and getattr(interface, "is_concatenated", False)
-            and not getattr(interface, "is_transposed", True)
-            and not getattr(interface, "has_bias", True)
             and not getattr(interface, "has_post_expert_norm", False)
-        )
-        known = any_gate or (usual and activation_of(module) is not None)
-        if usual and known and gate_up.dim() == 3:
-            num_experts, hidden, intermediate = down.shape
-            found[name] = ExpertsShape(num_experts, hidden, intermediate)
+            and (any_gate or _known_to_kernels(interface))
+            and (shape := _shape_of(interface)) is not None
+        ):
+            found[name] = shape
     return found
+
+
+def _known_to_kernels(experts: Any) -> bool:
+    return (
+        experts.is_concatenated
+        and not experts.is_transposed
+        and not experts.has_bias
+        and activation_of(experts) is not None
+    )
+
+
+def _shape_of(experts: Any) -> ExpertsShape | None:
+    """None where the weights are not as transformers' interface has them."""
+    gate_up, down = (
+        getattr(experts, GATE_UP_PARAMETER, None),
+        getattr(experts, DOWN_PARAMETER, None),
+    )
+    if not isinstance(gate_up, nn.Parameter) or not isinstance(down, nn.Parameter):
+        return None
+    if gate_up.dim() != 3 or down.dim() != 3:
+        return None
+    num_experts, hidden, intermediate = out_first(down, experts).shape
+    if out_first(gate_up, experts).shape != (num_experts, 2 * intermediate, hidden):
+        return None
+    return ExpertsShape(num_experts, hidden, intermediate, not experts.is_concatenated)
 
 
 def find_routers(
     model: PreTrainedModel, experts: Mapping[str, ExpertsShape]
 ) -> dict[str, ModuleShape]:
-    """Modules beside experts with nothing but a weight for each of these; linears are none."""
+    """Modules beside experts with a weight, and maybe a bias, for each; linears are none."""
     found: dict[str, ModuleShape] = {}
     for name, shape in experts.items():
         parent = name.rpartition(".")[0]
@@ -72,7 +90,7 @@ def find_routers(
             weight = parameters.get("weight")
             if (
                 not isinstance(module, nn.Linear)
-                and parameters.keys() == {"weight"}
+                and parameters.keys() <= {"weight", "bias"}
                 and weight is not None
                 and tuple(weight.shape) == (shape.num_experts, shape.hidden)
             ):
@@ -94,21 +112,20 @@ def expert_modules(experts: Mapping[str, ExpertsShape]) -> Iterator[tuple[str, M
 class ExpertWeight(nn.Module):
     """One projection of one expert, as if it were a linear: a view of the weight of all."""
 
-    def __init__(self, experts: nn.Module, expert: int, part: str) -> None:
+    def __init__(self, experts: nn.Module, shape: ExpertsShape, expert: int, part: str) -> None:
         super().__init__()
         self._experts = (experts,)  # not a child: it is in the model already
         self._expert = expert
-        self._part = part
+        rows = {GATE: shape.gate_rows, UP: shape.up_rows, DOWN: range(shape.hidden)}[part]
+        self._rows = slice(rows.start, rows.stop, rows.step)
+        self._parameter = DOWN_PARAMETER if part == DOWN else GATE_UP_PARAMETER
 
     @property
     def weight(self) -> Tensor:
         """``[out, in]``"""
         [experts] = self._experts
-        if self._part == DOWN:
-            return cast(Tensor, getattr(experts, DOWN_PARAMETER))[self._expert]
-        both = cast(Tensor, getattr(experts, GATE_UP_PARAMETER))[self._expert]
-        half = both.shape[0] // 2
-        return both[:half] if self._part == GATE else both[half:]
+        weight = cast(Tensor, getattr(experts, self._parameter))
+        return out_first(weight, experts)[self._expert][self._rows]
 
 
 def expert_weights(
@@ -116,7 +133,9 @@ def expert_weights(
 ) -> dict[str, ExpertWeight]:
     """Every projection of every expert by its name as a module."""
     return {
-        expert_part(name, expert, part): ExpertWeight(model.get_submodule(name), expert, part)
+        expert_part(name, expert, part): ExpertWeight(
+            model.get_submodule(name), shape, expert, part
+        )
         for name, shape in experts.items()
         for expert in range(shape.num_experts)
         for part in PARTS

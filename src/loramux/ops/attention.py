@@ -38,6 +38,8 @@ class AttentionParams:
     """A token sees itself and the ``window - 1`` tokens before it; None sees all."""
     softcap: float | None = None
     """Scores become ``softcap * tanh(score / softcap)`` before the softmax."""
+    sinks: tuple[float, ...] | None = None
+    """One score for each head that takes part in the softmax and stands for no token."""
 
 
 @dataclass(frozen=True, slots=True)

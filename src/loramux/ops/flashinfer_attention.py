@@ -100,7 +100,9 @@ class FlashInferAttention:
     def supports(layers: Mapping[int, AttentionLayer], dtype: torch.dtype) -> bool:
         """Whether FlashInfer has kernels for these layers."""
         return dtype in (torch.bfloat16, torch.float16) and all(
-            layer.kv.key_dim == layer.kv.value_dim and layer.kv.key_dim in (64, 128, 256)
+            layer.kv.key_dim == layer.kv.value_dim
+            and layer.kv.key_dim in (64, 128, 256)
+            and layer.params.sinks is None
             for layer in layers.values()
         )
 

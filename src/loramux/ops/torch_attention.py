@@ -153,7 +153,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, params: AttentionPara
     rows = rows.reshape(batch, num_kv_heads, per_kv_head * num_queries, -1)
     if num_queries > 1:
         mask = mask.repeat(1, 1, per_kv_head, 1)
-    if params.softcap is None and k.shape[3] == v.shape[3]:
+    if params.softcap is None and params.sinks is None and k.shape[3] == v.shape[3]:
         answer = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=params.scale)
     else:
         # One sequence at a time: how many there are can change the last bits of a batched product.
@@ -172,6 +172,13 @@ def _attend_plainly(
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
+    if params.sinks is not None:
+        num_kv_heads, num_rows, length = scores.shape
+        sinks = torch.tensor(params.sinks, dtype=scores.dtype, device=scores.device)
+        sinks = sinks.view(num_kv_heads, -1, 1)  # a row for each query head of the key head
+        sinks = sinks.repeat_interleave(num_rows // sinks.shape[1], dim=1)
+        weights = torch.softmax(torch.cat([scores, sinks], -1), dim=-1, dtype=torch.float32)
+        return weights[..., :length].to(v.dtype) @ v
     return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
 
 

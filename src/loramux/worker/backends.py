@@ -98,7 +98,7 @@ def no_flashinfer_because(layers: Mapping[int, AttentionLayer], dtype: torch.dty
     except ImportError:
         return "FlashInfer is not installed (pip install 'loramux[cuda]')"
     if not FlashInferAttention.supports(layers, dtype):
-        return "FlashInfer has no kernels for this model's heads or dtype (use bfloat16)"
+        return "FlashInfer has no kernels for this model's heads, sinks or dtype (use bfloat16)"
     return None
 
 

@@ -89,8 +89,7 @@ class ExpertsBuilder:
         """The projections in a parameter, and which rows of B are theirs."""
         if parameter == DOWN_PARAMETER:
             return [(DOWN, ())]
-        size = shape.intermediate
-        halves = [(range(size),), (range(size, 2 * size),)]
+        halves = [(shape.gate_rows,), (shape.up_rows,)]
         if self._config.swap_gate_up:
             halves.reverse()
         return list(zip((GATE, UP), halves, strict=True))
