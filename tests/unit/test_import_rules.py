@@ -79,7 +79,8 @@ WITHOUT_TORCH = (
 WITH_TORCH = (
     "adapters.formats.load", "adapters.formats.mlx", "adapters.formats.nemo",
     "adapters.formats.peft",
-    "adapters.formats.reader", "adapters.formats.tensors", "adapters.identity",
+    "adapters.formats.reader", "adapters.formats.shared_sides", "adapters.formats.tensors",
+    "adapters.identity",
     "adapters.conversion", "adapters.formats.write_mlx", "adapters.formats.write_peft",
     "adapters.plain", "adapters.spectrum", "demo.convert",
     "engine.adapter_text", "engine.text",

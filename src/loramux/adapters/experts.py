@@ -19,6 +19,10 @@ GATE_UP_PARAMETER, DOWN_PARAMETER = "gate_up_proj", "down_proj"
 before the up projection's, and ``[experts, hidden, intermediate]``."""
 
 OLD_NAMES: Mapping[str, str] = {GATE: "w1", UP: "w3", DOWN: "w2"}
+_STACKED = {
+    **{leaf: (part,) for part, old in OLD_NAMES.items() for leaf in (part, old)},
+    GATE_UP_PARAMETER: (GATE, UP),
+}
 _INSIDE = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
 _BLOCKS = ("mlp", "block_sparse_moe")
 """What the module that has the experts and the router is called, now and before."""
@@ -33,6 +37,11 @@ def expert_part(experts: str, expert: int, part: str) -> str:
 def holder_of(part: str) -> str:
     """The module of all experts in which an ``expert_part`` is."""
     return part.rsplit(".", 2)[0]
+
+
+def parts_in(leaf: str) -> tuple[str, ...]:
+    """The projections of every expert that ``experts.<leaf>`` holds; none for any other name."""
+    return _STACKED.get(leaf, ())
 
 
 def other_spellings(name: str) -> Iterator[str]:
