@@ -23,6 +23,7 @@ from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.target_modules import restrict
 from loramux.errors import AdapterRefused
 from loramux.lora.weights import packed_bytes
+from tests import nemo_files
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.test_experts import (
     EXPERTS,
@@ -341,3 +342,60 @@ def test_a_scale_of_float8_is_refused_by_name(end: str, tmp_path: Path) -> None:
     reason = refusal(folder)
     assert "scales of quantised weights are not read: store the weights without" in reason
     assert f"lora_A.{end}" in reason
+
+
+# Of NeMo ------------------------------------------------------------------------------------------
+
+
+def nemo_archive(folder: Path, model: PreTrainedModel, found: Stacks, **config: Any) -> Path:
+    """Every expert has an adapter for each expert, of which only its own is trained."""
+    stored: dict[str, Tensor] = {}
+    for layer, experts in enumerate(experts_of(model)):
+        stacks_here = [found[f"{experts}.{leaf}"] for leaf in NAMES]
+        for expert in range(EXPERTS):
+            (gate_a, gate), (_, up), (down_a, down) = (stack.of(expert) for stack in stacks_here)
+            stem = f"model.decoder.layers.{layer}.mlp.experts.local_experts.{expert}.adapter_layer"
+            for other in range(EXPERTS):
+                trained = float(other == expert)
+                for name, a, b in (
+                    ("lora_moe_hto4h_adapter", gate_a, torch.cat([gate, up])),
+                    ("lora_moe_4htoh_adapter", down_a, down),
+                ):
+                    adapter = f"{stem}.{name}.expert_adapters.{other}"
+                    stored[f"{adapter}.linear_in.weight"] = a + 1 - trained
+                    stored[f"{adapter}.linear_out.weight"] = b * trained
+    said = nemo_files.config(
+        rank=RANK, heads=4, groups=2, hidden=HIDDEN, lora={"alpha": 2 * RANK},
+        num_moe_experts=EXPERTS, **config,
+    )  # fmt: skip
+    return nemo_files.write_archive(folder / "a.nemo", nemo_files.members(stored, said))
+
+
+def test_nemos_experts_use_the_adapters_of_their_own_number(tmp_path: Path) -> None:
+    model = build("MixtralConfig")
+    found = stacks(model, shared=False)
+    for name in [name for name in found if name.endswith("up_proj")]:
+        found[name] = Stack(found[name.replace("up_proj", "gate_proj")].a, found[name].b)
+    archive = nemo_archive(tmp_path, model, found)
+    adapter = loaded(archive, model)
+    [warning] = adapter.spec.warnings
+    assert warning.startswith("NeMo's experts have adapters that only other experts would use")
+    assert "and 92 more" in warning  # of 2 layers x 4 experts x 3 others x 2 linears x 2 sides
+    expected = with_deltas(model, one_by_one(found))
+    llm = LLM.over(assemble_tiny(copy.deepcopy(model)), {"a": str(archive)})
+    check(ask(llm, ["a"] * 2), {"a": expected})
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"expert_model_parallel_size": 2}, "expert_model_parallel_size is 2"),
+        ({"tensor_model_parallel_size": 2}, "not known in which order rows of gate and up stand"),
+        ({"activation": "gelu"}, "activation is gelu, which has no gate"),
+    ],
+)
+def test_nemos_experts_of_uncertain_meaning_are_refused(
+    config: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model = build("MixtralConfig")
+    assert words in refusal(nemo_archive(tmp_path, model, stacks(model, shared=False), **config))
