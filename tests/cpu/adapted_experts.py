@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from loramux.adapters.experts import DOWN, GATE, PARTS, UP, expert_part
+from loramux.adapters.experts import DOWN, GATE, PARTS, UP, expert_modules, expert_part
 from loramux.adapters.spec import ExpertsShape, LoraSpec, ModuleDelta, ModuleShape
 from loramux.lora.device_store import DeviceStore
 from loramux.lora.experts import AdaptedExperts
@@ -27,7 +27,7 @@ from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy, ModuleTable, pack
-from loramux.model.experts import ExpertWeight, expert_modules
+from loramux.model.experts import ExpertWeight
 from loramux.ops.reference import ReferenceOps
 from loramux.types import Slot
 

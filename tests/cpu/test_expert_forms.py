@@ -19,8 +19,11 @@ from transformers import PreTrainedModel
 from loramux import LLM
 from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.identity import adapter_id
+from loramux.adapters.inspected import Inspection
+from loramux.adapters.inspection import inspect_adapter
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.target_modules import restrict
+from loramux.cli.inspection_text import lines
 from loramux.errors import AdapterRefused
 from loramux.lora.weights import packed_bytes
 from tests import nemo_files
@@ -88,7 +91,8 @@ def one_by_one(found: Stacks) -> Weights:
 def write_tensors(
     folder: Path, tensors: Mapping[str, tuple[Tensor, Tensor]], **config: Any
 ) -> Path:
-    write(folder, tensors, r=RANK, lora_alpha=2 * RANK, rank_pattern={}, alpha_pattern={}, **config)
+    said = {"r": RANK, "lora_alpha": 2 * RANK, "rank_pattern": {}, "alpha_pattern": {}}
+    write(folder, tensors, **said | config)
     return folder
 
 
@@ -399,3 +403,67 @@ def test_nemos_experts_of_uncertain_meaning_are_refused(
 ) -> None:
     model = build("MixtralConfig")
     assert words in refusal(nemo_archive(tmp_path, model, stacks(model, shared=False), **config))
+
+
+# Inspected ----------------------------------------------------------------------------------------
+
+
+def inspected(folder: Path) -> Inspection:
+    return inspect_adapter(
+        folder, max_rank=64,
+        packed_bytes=lambda spec, layout, dtype: packed_bytes(spec, layout, getattr(torch, dtype)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["single", "stacked", "shared", "of PEFT", "one parameter"])
+def test_inspection_without_a_base_tells_the_experts(form: str, tmp_path: Path) -> None:
+    model, folder = build("Qwen3MoeConfig"), tmp_path / "a"
+    found = stacks(model, shared=form == "shared")
+    if form == "single":
+        write_tensors(folder, one_by_one(found))
+    elif form in ("stacked", "shared"):
+        write_stacked(folder, found)
+    else:
+        parameters = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+        said = parameters[: 1 if form == "one parameter" else 2]
+        config = LoraConfig(r=RANK, lora_alpha=6, target_modules=[], target_parameters=said)
+        trained_by_peft(model, config, folder)
+    told = inspected(folder)
+    assert told.verdict == "serveable"
+    layout = assemble_tiny(copy.deepcopy(model)).worker.layout
+    adapter = read_adapter("a", folder, layout, max_rank=64)
+    assert {m.module for m in told.modules} == {delta.module for delta in adapter.spec.deltas}
+    assert {m.rank for m in told.modules} == {RANK}
+    assert told.bytes.block == packed_bytes(adapter.spec, layout, torch.bfloat16)
+
+
+def test_all_experts_of_a_projection_are_one_line(tmp_path: Path) -> None:
+    model = build("Qwen3MoeConfig")
+    weights = one_by_one(stacks(model, shared=False))
+    some = {name: pair for name, pair in weights.items() if ".2.up_proj" not in name}
+    told = inspected(write_tensors(tmp_path / "a", some))
+    table = [line.split()[:3] for line in lines(told) if line.startswith("mlp")]
+    assert table == [
+        ["mlp.experts.0-3.down_proj", "0-1", str(RANK)],
+        ["mlp.experts.0-3.gate_proj", "0-1", str(RANK)],
+        ["mlp.experts.0-1,3.up_proj", "0-1", str(RANK)],
+    ]
+
+
+def test_experts_without_number_are_told_in_no_time(tmp_path: Path) -> None:
+    """Nothing bounds how many experts a hostile file tells of but its own size."""
+    huge = (torch.ones(40_000, 1, 1), torch.ones(1, 1, 1))
+    folder = write_tensors(tmp_path / "a", {"model.layers.0.mlp.experts.w1": huge}, r=1)
+    assert inspected(folder).verdict == "refused"
+
+
+def test_many_spellings_of_the_same_experts_are_refused_before_they_are_taken_apart(
+    tmp_path: Path,
+) -> None:
+    names = [
+        "model.layers.0.mlp.experts",
+        "layers.0.mlp.experts",
+        "model.layers.0.mlp.experts.base_layer",
+    ]
+    pairs = {name: (torch.ones(4 * RANK, SIZE), torch.ones(HIDDEN, 4 * RANK)) for name in names}
+    assert "meant for the same place" in refusal(write_tensors(tmp_path / "a", pairs))

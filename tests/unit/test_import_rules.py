@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops": ("ops.tuning", *_PURE),
     "ops.tuning": ("ops", *_PURE),
     "lora": ("ops", "adapters.spec", *_PURE),
-    "adapters.experts": (),
+    "adapters.experts": ("adapters.spec", *_PURE),
     "model": ("lora", "ops", "adapters.spec", "adapters.experts", "adapters.fusions", *_PURE),
     # A base without weights is looked at outside of a worker, with the readers of files.
     "model.blueprint": ("model", "lora", "ops", *_ADAPTERS, "adapters.fusions", *_PURE),

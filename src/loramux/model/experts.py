@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from loramux.adapters.experts import (
     GATE,
     GATE_UP_PARAMETER,
     PARTS,
-    UP,
     expert_part,
 )
 from loramux.adapters.spec import ExpertsShape, ModuleShape
@@ -64,17 +63,6 @@ def find_routers(
             ):
                 found[f"{parent}.{leaf}"] = ModuleShape(shape.hidden, shape.num_experts)
     return found
-
-
-def expert_modules(experts: Mapping[str, ExpertsShape]) -> Iterator[tuple[str, ModuleShape]]:
-    """Every projection of every expert as a module of its own: for each expert ``PARTS``."""
-    for name, shape in experts.items():
-        into = ModuleShape(shape.hidden, shape.intermediate)
-        out = ModuleShape(shape.intermediate, shape.hidden)
-        shapes = {GATE: into, UP: into, DOWN: out}
-        for expert in range(shape.num_experts):
-            for part in PARTS:
-                yield expert_part(name, expert, part), shapes[part]
 
 
 class ExpertWeight(nn.Module):

@@ -57,7 +57,7 @@ def load(
         for source in {share.source for share in spec.shares}:
             del tensors[source]
         named = spec.tensor_names
-        spec = replace(spec, deltas=find_shared(spec.deltas, tensors, base, shared or {}, report))
+        spec = replace(spec, deltas=find_shared(spec.deltas, tensors, shared or {}, report))
         for copy in named - spec.tensor_names:
             del tensors[copy]
         check_values(spec, tensors, report)

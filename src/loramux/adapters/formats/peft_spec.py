@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from loramux.adapters.experts import holder_of
+from loramux.adapters.experts import inside
 from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.module_names import MAX_EXPLAINED
 from loramux.adapters.formats.peft_experts import ExpertsBuilder, ExpertTensors
@@ -27,6 +27,9 @@ from loramux.adapters.spec import BaseLayout, ExpertShare, LoraSpec, ModuleDelta
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
+
+_MOST_NAMES_OF_ALL = 2
+"""For the experts of a layer: PEFT has one name for each of two parameters."""
 
 Entries = Mapping[str, TensorEntry]
 
@@ -61,7 +64,12 @@ def build_spec(
     try:
         deltas = [delta for place, group in placed for delta in builder.deltas(place, group)]
         closed: dict[str, list[str]] = {}
+        spellings = Counter(of_experts.values())
         for path, place in of_experts.items():
+            # Before they are taken apart: a hostile file may have any number of spellings.
+            if spellings[place] > _MOST_NAMES_OF_ALL:
+                report.refuse("duplicate: two names are meant for the same place", path)
+                continue
             tensors = builder.expert_tensors(groups[path])
             found = tensors and experts.unfold(place, base.experts[place.experts], tensors)
             if found:
@@ -73,7 +81,7 @@ def build_spec(
         report.refuse(f"rank_pattern or alpha_pattern {problem}")
         return None
     _check_experts_once(deltas, of_experts, report)
-    _check_parameters(config.beside.parameters, groups, base, report)
+    _check_parameters(config.beside.parameters, groups, base, report, any_experts=bool(of_experts))
     if groups and not placed and not of_experts:
         report.refuse(
             f"not one module of the adapter matches {base.name}: it was made for another model"
@@ -162,12 +170,19 @@ def _place(
 
 
 def _check_parameters(
-    named: Sequence[str], groups: Mapping[str, _Group], base: BaseLayout, report: Report
+    named: Sequence[str],
+    groups: Mapping[str, _Group],
+    base: BaseLayout,
+    report: Report,
+    *,
+    any_experts: bool,
 ) -> None:
     """Parameters that the configuration names must have tensors: PEFT gives each its own."""
     if not named:
         return
     adapted = {end for path in groups for end in _endings(path.removesuffix(WRAPPED))}
+    if any_experts:
+        adapted.add("")  # a name may be that of the parameter alone
     missing = [parameter for parameter in named if parameter.rpartition(".")[0] not in adapted]
     if missing:
         where = "" if base.experts else f", and {base.name} has no experts that can take LoRA"
@@ -182,7 +197,8 @@ def _check_experts_once(
 ) -> None:
     """Tensors of all experts may meet each other, and those of single experts."""
     counts = Counter(delta.module for delta in deltas)
-    twice = {holder_of(name) for name, count in counts.items() if count > 1}
+    places = (inside(name) for name, count in counts.items() if count > 1)
+    twice = {place.experts for place in places if place is not None}
     for path, place in of_experts.items():
         if place.experts in twice:
             report.refuse("duplicate: two names are meant for the same place", path)

@@ -12,16 +12,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from loramux.adapters.experts import PARTS, holder_of
+from loramux.adapters.experts import inside, parts_in
 from loramux.adapters.formats.shared_layout import LAYOUT_FILE, SharedSides, Side
 from loramux.adapters.report import Report
-from loramux.adapters.spec import BaseLayout, ModuleDelta
+from loramux.adapters.spec import ModuleDelta
 
 
 def find_shared(
     deltas: Sequence[ModuleDelta],
     tensors: Mapping[str, Tensor],
-    base: BaseLayout,
     said: SharedSides,
     report: Report,
 ) -> tuple[ModuleDelta, ...]:
@@ -31,9 +30,9 @@ def find_shared(
     """
     places: dict[tuple[str, str], list[int]] = defaultdict(list)
     for i, delta in enumerate(deltas):
-        holder, _, part = delta.module.rpartition(".")
-        if part in PARTS and holder_of(delta.module) in base.experts:
-            places[holder.rpartition(".")[0], part].append(i)
+        place = inside(delta.module)
+        if place is not None and len(parts := parts_in(place.leaf)) == 1:
+            places[place.experts, parts[0]].append(i)
     found = list(deltas)
     for (experts, part), here in places.items():
         for side in ("A", "B"):
