@@ -183,6 +183,52 @@ def test_vllms_dimensions_of_parameters_mean_what_pefts_do(tmp_path: Path) -> No
     check(ask(llm, ["a"] * 2), {"a": expected})
 
 
+def unsloths(columns: str, **change: Any) -> dict[str, Any]:
+    entry = {"lora_B_layout": columns, "num_experts": EXPERTS}
+    detail = {"lora_A_layout": "grouped_by_expert", "parameters": {"gate_up_proj": entry}} | change
+    return {"lora_B_layout": columns, "unsloth_fused_expert_lora": detail}
+
+
+@pytest.mark.parametrize("columns", ["grouped_by_expert", "rank_major"])
+def test_unsloth_says_how_the_columns_of_b_stand(columns: str, tmp_path: Path) -> None:
+    """Its older releases had them expert by expert; shapes do not tell."""
+    model = build("Qwen3MoeConfig")
+    found = stacks(model, shared=False)
+    downs = {name: stack for name, stack in found.items() if name.endswith("down_proj")}
+    stored = {
+        name.removesuffix(".down_proj"): (
+            stack.a.flatten(0, 1),
+            stack.b.permute(1, 0, 2).flatten(1)
+            if columns == "grouped_by_expert"
+            else stack.b.permute(1, 2, 0).flatten(1),
+        )
+        for name, stack in downs.items()
+    }
+    folder = write_tensors(tmp_path / "a", stored, **unsloths(columns))
+    expected = with_deltas(model, one_by_one(downs))
+    llm = LLM.over(assemble_tiny(copy.deepcopy(model)), {"a": str(folder)})
+    check(ask(llm, ["a"] * 2), {"a": expected})
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (unsloths("mixed"), "lora_B_layout must be rank_major or grouped_by_expert"),
+        ({"lora_B_layout": ["rank_major"]}, "lora_B_layout must be rank_major or"),
+        (unsloths("rank_major", lora_A_layout="rank_major"), "and A expert by expert"),
+        (unsloths("grouped_by_expert") | {"lora_B_layout": None}, "does not give all parameters"),
+        (unsloths("rank_major", parameters=[]), "does not give all parameters"),
+        (unsloths("rank_major", scales=1), "does not give all parameters"),
+    ],
+    ids=["mixed", "list", "A", "not said for all", "no parameters", "more"],
+)
+def test_what_unsloth_says_must_agree(said: dict[str, Any], words: str, tmp_path: Path) -> None:
+    pair = {
+        "model.layers.0.mlp.experts": (torch.ones(4 * RANK, SIZE), torch.ones(HIDDEN, 4 * RANK))
+    }
+    assert words in refusal(write_tensors(tmp_path / "a", pair, **said))
+
+
 def ids(folder: Path, model: PreTrainedModel) -> str:
     adapter = loaded(folder, model)
     return adapter_id(adapter.spec, adapter.tensors)
