@@ -27,7 +27,6 @@ from loramux.adapters.spec import BaseLayout, ExpertShare, LoraSpec, ModuleDelta
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
-
 _MOST_NAMES_OF_ALL = 2
 """For the experts of a layer: PEFT has one name for each of two parameters."""
 

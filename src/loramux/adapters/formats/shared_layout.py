@@ -7,6 +7,7 @@ TensorRT-LLM's, with its names of the projections:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -29,7 +30,7 @@ _NAMES = {trtllm_name(expert_part("experts", 0, part)): part for part in PARTS}
 def read_shared_sides(directory: Path, report: Report) -> SharedSides:
     """What the file beside the configuration says; nothing where there is none."""
     path = directory / LAYOUT_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     try:
         raw = parse_json_object(LAYOUT_FILE, read_bounded(path, MAX_LAYOUT_BYTES))
