@@ -20,6 +20,7 @@ from loramux.demo.adapters import find_adapters
 from loramux.demo.base import demo_base, publish
 from tests.fake_clock import FakeClock
 from tests.golden.load import Golden, load_golden
+from tests.interpreter import rows_apart as rows_apart
 from tests.tiny import make_tiny
 
 TESTS = Path(__file__).parent

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -228,6 +228,66 @@ def test_parameters_of_experts_answer_as_peft_does(
     base = copy.deepcopy(model)
     llm = LLM.over(assemble_tiny(model), {"a": str(tmp_path / "a")})
     check(ask(llm, ["a", None, "a", None]), {"a": expected, None: base})
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("Qwen2MoeConfig", {"shared_expert.up_proj", "shared_expert.down_proj"}),
+        ("Qwen2MoeConfig", {"shared_expert_gate"}),
+        ("DeepseekV3Config", {"shared_experts.gate_proj", "shared_experts.down_proj"}),
+    ],
+    ids=["shared_expert", "shared_expert_gate", "shared_experts"],
+)
+def test_shared_experts_are_linears_beside_the_experts(
+    family: str, modules: set[str], tmp_path: Path
+) -> None:
+    model = build(family)
+    weights: dict[str, tuple[Tensor, Tensor]] = {}
+    for name, module in model.named_modules():
+        if name.partition(".mlp.")[2] in modules:
+            shape = cast(torch.nn.Linear, module).weight.shape
+            weights[name] = drawn((shape[1], shape[0]), 3, len(weights))
+    assert weights
+    write(tmp_path / "shared", weights)
+    routed = per_expert(model, ("up_proj",), range(EXPERTS), (3,))
+    write(tmp_path / "routed", routed)
+    models = {"shared": with_deltas(model, weights), "routed": with_deltas(model, routed)}
+    base = copy.deepcopy(model)
+    llm = LLM.over(assemble_tiny(model), {name: str(tmp_path / name) for name in models})
+    check(ask(llm, ["shared", None, "routed", "shared"]), {None: base, **models})
+
+
+def test_dora_on_a_shared_expert_answers_as_peft_does(tmp_path: Path) -> None:
+    model = build("Qwen2MoeConfig")
+    targets = ["shared_expert.up_proj", "shared_expert.down_proj", "shared_expert_gate"]
+    config = LoraConfig(
+        r=3, lora_alpha=6, target_modules=targets, use_dora=True, task_type="CAUSAL_LM"
+    )
+    expected = trained_by_peft(model, config, tmp_path / "a")
+    llm = LLM.over(assemble_tiny(model), {"a": str(tmp_path / "a")})
+    check(ask(llm, ["a"] * 2), {"a": expected})
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize(
+    ("family", "leaves"),
+    [
+        ("Qwen3MoeConfig", ["gate_proj", "up_proj", "down_proj"]),
+        ("MixtralConfig", ["w1", "w2", "w3"]),
+    ],
+)
+def test_projections_that_peft_turns_into_parameters_answer_as_peft_does(
+    family: str, leaves: list[str], tmp_path: Path
+) -> None:
+    """It names the parameters without their module, and gives gate_up_proj twice the rank."""
+    model = build(family)
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=leaves, task_type="CAUSAL_LM")
+    expected = trained_by_peft(model, config, tmp_path / "a")
+    said = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    assert sorted(said["target_parameters"]) == ["down_proj", "gate_up_proj"]
+    llm = LLM.over(assemble_tiny(model), {"a": str(tmp_path / "a")})
+    check(ask(llm, ["a"] * 2), {"a": expected})
 
 
 def test_a_magnitude_of_an_expert_counts(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "ops": ("ops.tuning", *_PURE),
     "ops.tuning": ("ops", *_PURE),
     "lora": ("ops", "adapters.spec", *_PURE),
-    "adapters.experts": (),
+    "adapters.experts": ("adapters.spec", *_PURE),
     "model": ("lora", "ops", "adapters.spec", "adapters.experts", "adapters.fusions", *_PURE),
     # A base without weights is looked at outside of a worker, with the readers of files.
     "model.blueprint": ("model", "lora", "ops", *_ADAPTERS, "adapters.fusions", *_PURE),
@@ -79,7 +79,8 @@ WITHOUT_TORCH = (
 WITH_TORCH = (
     "adapters.formats.load", "adapters.formats.mlx", "adapters.formats.nemo",
     "adapters.formats.peft",
-    "adapters.formats.reader", "adapters.formats.tensors", "adapters.identity",
+    "adapters.formats.reader", "adapters.formats.shared_sides", "adapters.formats.tensors",
+    "adapters.identity",
     "adapters.conversion", "adapters.formats.write_mlx", "adapters.formats.write_peft",
     "adapters.plain", "adapters.spectrum", "demo.convert",
     "engine.adapter_text", "engine.text",

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from loramux.adapters.spec import ExpertsShape, ModuleShape
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 PARTS = (GATE, UP, DOWN)
@@ -19,7 +22,11 @@ GATE_UP_PARAMETER, DOWN_PARAMETER = "gate_up_proj", "down_proj"
 before the up projection's or by turns with them, and ``[experts, hidden, intermediate]``."""
 
 OLD_NAMES: Mapping[str, str] = {GATE: "w1", UP: "w3", DOWN: "w2"}
-_INSIDE = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
+_STACKED = {
+    **{leaf: (part,) for part, old in OLD_NAMES.items() for leaf in (part, old)},
+    GATE_UP_PARAMETER: (GATE, UP),
+}
+_INSIDE = re.compile(r"((?:.+\.)?experts)\.(\d{1,9})\.(\w+)")
 _BLOCKS = ("mlp", "block_sparse_moe")
 """What the module that has the experts and the router is called, now and before."""
 _BLOCK = re.compile(rf"\.(?:{'|'.join(_BLOCKS)})\.(?=experts(?:\.|$)|gate$)")
@@ -30,17 +37,43 @@ def expert_part(experts: str, expert: int, part: str) -> str:
     return f"{experts}.{expert}.{part}"
 
 
-def holder_of(part: str) -> str:
-    """The module of all experts in which an ``expert_part`` is."""
-    return part.rsplit(".", 2)[0]
+class Inside(NamedTuple):
+    """What the name of a module in an expert says."""
+
+    experts: str
+    """The module of all."""
+    expert: int
+    leaf: str
+
+
+def inside(name: str) -> Inside | None:
+    """None for a module that is in no expert."""
+    match = _INSIDE.fullmatch(name)
+    return None if match is None else Inside(match[1], int(match[2]), match[3])
+
+
+def expert_modules(experts: Mapping[str, ExpertsShape]) -> Iterator[tuple[str, ModuleShape]]:
+    """Every projection of every expert as a module of its own: for each expert ``PARTS``."""
+    for name, shape in experts.items():
+        into = ModuleShape(shape.hidden, shape.intermediate)
+        out = ModuleShape(shape.intermediate, shape.hidden)
+        shapes = {GATE: into, UP: into, DOWN: out}
+        for expert in range(shape.num_experts):
+            for part in PARTS:
+                yield expert_part(name, expert, part), shapes[part]
+
+
+def parts_in(leaf: str) -> tuple[str, ...]:
+    """The projections of every expert that ``experts.<leaf>`` holds; none for any other name."""
+    return _STACKED.get(leaf, ())
 
 
 def other_spellings(name: str) -> Iterator[str]:
     """Further names by which adapters may know a module in a mixture, its router or its experts."""
-    inside = _INSIDE.fullmatch(name)
+    found = inside(name)
     leaves = [name]
-    if inside is not None:
-        leaves.append(f"{inside[1]}.experts.{inside[2]}.{OLD_NAMES[inside[3]]}")
+    if found is not None and found.leaf in OLD_NAMES:
+        leaves.append(expert_part(found.experts, found.expert, OLD_NAMES[found.leaf]))
     for leaf in leaves:
         for block in _BLOCKS:
             yield _BLOCK.sub(f".{block}.", leaf)

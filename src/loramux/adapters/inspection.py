@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loramux.adapters.experts import expert_modules
 from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.module_names import never_served
 from loramux.adapters.formats.overview import Overview, read_overview
@@ -32,6 +33,7 @@ from loramux.adapters.inspected import (
 )
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleShape, Replacement
+from loramux.adapters.told_experts import holder, told_experts
 from loramux.adapters.trtllm_names import trtllm_name
 from loramux.adapters.unusual import remarks
 from loramux.errors import AdapterRefused
@@ -71,7 +73,7 @@ def inspect_adapter(
     found = _told_by_config(directory, stated, told, report)
     dtype = found.bytes.block_dtype if base is None else base.dtype
     if _has_weights(directory):
-        layout = _own_layout(stated, told.entries) if base is None else base.layout
+        layout = _own_layout(stated, told) if base is None else base.layout
         loaded = _read(directory, layout, max_rank=max_rank, lenient=lenient)
         found = replace(found, checked_against=None if base is None else layout.name)
         if isinstance(loaded, AdapterRefused):
@@ -149,15 +151,19 @@ def _shapes(entries: Mapping[str, TensorEntry]) -> Mapping[str, Mapping[Part, tu
     return found
 
 
-def _own_layout(stated: Stated, entries: Mapping[str, TensorEntry]) -> BaseLayout:
+def _own_layout(stated: Stated, told: Overview) -> BaseLayout:
     """The base that the tensors tell of: what they agree on among themselves is right."""
+    entries, shapes = told.entries, _shapes(told.entries)
+    parameters = () if told.meaning is None else told.meaning.beside.parameters
+    experts = told_experts(shapes, told.rank, parameters)
     modules = {
         path: ModuleShape(
             next(reversed(parts.get("lora_A", ())), 0), next(iter(parts.get("lora_B", ())), 0)
         )
-        for path, parts in _shapes(entries).items()
-        if never_served(path) is None
+        for path, parts in shapes.items()
+        if never_served(path) is None and holder(path)[0] not in experts
     }
+    modules |= expert_modules(experts)
     replaceable: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     embedding = None
     for key, entry in entries.items():
@@ -178,6 +184,7 @@ def _own_layout(stated: Stated, entries: Mapping[str, TensorEntry]) -> BaseLayou
         replaceable=replaceable,
         embedding=embedding or ends.get("embed_tokens") or ends.get("wte"),
         head=ends.get("lm_head"),
+        experts=experts,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -178,18 +179,30 @@ class Replacement:
     """A tensor that must hold the same values, because the base has one weight for both."""
 
 
+class Stacking(Enum):
+    """How one tensor holds the A or the B of several experts; ``n`` is their number."""
+
+    ROWS = "rows"
+    """``[n * rank, in]``, expert by expert."""
+    COLUMNS = "columns"
+    """``[out, rank * n]``: column ``j * n + e`` is rank j of expert e (PEFT,
+    ``ParamWrapper.get_delta_weight``)."""
+    COLUMN_BLOCKS = "column blocks"
+    """``[out, n * rank]``, expert by expert."""
+    FIRST = "first"
+    """``[n, _, _]``"""
+    LAST = "last"
+    """``[_, _, n]``"""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertShare:
-    """One expert's part of a tensor that holds those of all: its A or B.
-
-    A is ``[experts * rank, in]``, expert by expert; B is ``[out, rank * experts]``, and column
-    ``j * experts + e`` is rank j of expert e (PEFT, ``ParamWrapper.get_delta_weight``).
-    """
+    """One expert's part of a tensor that holds those of several: its A or B."""
 
     source: str
     expert: int
     num_experts: int
-    of_b: bool
+    stacking: Stacking
 
     @property
     def name(self) -> str:
@@ -198,10 +211,17 @@ class ExpertShare:
 
     def cut(self, whole: Tensor) -> Tensor:
         """A view of the share."""
-        if self.of_b:
-            return whole[:, self.expert :: self.num_experts]
-        rank = whole.shape[0] // self.num_experts
-        return whole[self.expert * rank : (self.expert + 1) * rank]
+        match self.stacking:
+            case Stacking.ROWS:
+                return whole.unflatten(0, (self.num_experts, -1))[self.expert]
+            case Stacking.COLUMNS:
+                return whole[:, self.expert :: self.num_experts]
+            case Stacking.COLUMN_BLOCKS:
+                return whole.unflatten(1, (self.num_experts, -1))[:, self.expert]
+            case Stacking.FIRST:
+                return whole[self.expert]
+            case Stacking.LAST:
+                return whole[..., self.expert]
 
 
 @dataclass(frozen=True)

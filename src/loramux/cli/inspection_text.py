@@ -8,6 +8,7 @@ from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from loramux.adapters.experts import inside
 from loramux.adapters.inspected import Inspection, LayerFacts, ModuleFacts, place
 from loramux.adapters.report import printable
 from loramux.cli.plain_text import columns, harmless
@@ -97,10 +98,13 @@ def _replaced(parameters: Sequence[str]) -> Iterator[str]:
 
 
 def _table(modules: Sequence[ModuleFacts]) -> Iterator[str]:
-    """A row for each kind of module; numbers that differ between layers are ``least..largest``."""
-    kinds: dict[str, list[ModuleFacts]] = {}
+    """A row for each kind of module, all experts in one; numbers that differ between layers and
+    experts are ``least..largest``."""
+    kinds: dict[tuple[str, str], list[ModuleFacts]] = {}
     for facts in modules:
-        kinds.setdefault(facts.kind, []).append(facts)
+        place = inside(facts.kind)
+        kind = (facts.kind, "") if place is None else (place.experts, place.leaf)
+        kinds.setdefault(kind, []).append(facts)
     relative = any(facts.relative_norm is not None for facts in modules)
     head = ["module", "layers", "rank", "alpha", "scale"]
     measured = any(facts.delta_norm is not None for facts in modules)
@@ -109,7 +113,7 @@ def _table(modules: Sequence[ModuleFacts]) -> Iterator[str]:
     rows = [head]
     for kind, members in kinds.items():
         row = [
-            printable(kind),
+            _kind(*kind, members),
             _runs([m.layer for m in members if m.layer is not None]),
             _span(m.rank for m in members),
             _span(m.alpha for m in members),
@@ -123,6 +127,15 @@ def _table(modules: Sequence[ModuleFacts]) -> Iterator[str]:
             ]
         rows.append(row)
     yield from columns(rows)
+
+
+def _kind(name: str, leaf: str, members: Sequence[ModuleFacts]) -> str:
+    """``mlp.experts.0-127.up_proj``, where ``leaf`` is in experts."""
+    if not leaf:
+        return printable(name)
+    places = (inside(facts.kind) for facts in members)
+    numbers = _runs([place.expert for place in places if place is not None])
+    return f"{printable(name)}.{numbers}.{printable(leaf)}"
 
 
 def _runs(numbers: Sequence[int]) -> str:

@@ -108,11 +108,11 @@ class AdaptedExperts:
         gate_up = F.linear(x, self._gate_up[expert], into)
         if runs:
             halves = self._halves(gate_up)
-            self._add(halves, x, runs, self._into[expert])
+            self._add(halves, x, runs, self._into[expert], num_rows)
             gate_up = self._by_turns(halves)
         hidden = self._experts._apply_gate(gate_up)
         down = F.linear(hidden, self._down[expert], out)
-        self._add(down, hidden, runs, self._out[expert])
+        self._add(down, hidden, runs, self._out[expert], num_rows)
         return down[:num_rows]
 
     def _halves(self, gate_up: Tensor) -> Tensor:
@@ -127,10 +127,19 @@ class AdaptedExperts:
             return halves
         return halves.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
-    def _add(self, y: Tensor, x: Tensor, runs: list[tuple[int, slice]], site: Site) -> None:
+    def _add(
+        self, y: Tensor, x: Tensor, runs: list[tuple[int, slice]], site: Site, num_rows: int
+    ) -> None:
+        """Rows from ``num_rows`` on are nobody's: the last run may take them along."""
         ctx = self._context
         for slot, rows in runs:
-            self._ops.add_rows(y[rows], x[rows], slot, site, ctx.arena, ctx.tables)
+            end = len(x) if rows.stop == num_rows else rows.stop
+            few = max(0, _MIN_ROWS - (end - rows.start))
+            y_rows, x_rows = y[rows.start : end], x[rows.start : end]
+            y_run, x_run = (F.pad(t, (0, 0, 0, few)) if few else t for t in (y_rows, x_rows))
+            self._ops.add_rows(y_run, x_run, slot, site, ctx.arena, ctx.tables)
+            if few:
+                y_rows.copy_(y_run[:-few])
 
 
 def _runs(slots: Tensor, base: int) -> list[tuple[int, slice]]:

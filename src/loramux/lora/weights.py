@@ -77,27 +77,26 @@ def pack(
     """One block, laid out as ``ops/layout.py`` says, with the scale folded into B; then ``own``.
 
     Deltas on different rows of one module become one: the A's stand one below the other, and each
-    B in its own rows and columns, zero elsewhere. Rows without a magnitude have the gain 1.
-    Everything is computed in float32 and cast once to ``dtype``.
+    B in its own rows and columns, zero elsewhere. Rows without a magnitude have the gain 1. An A or
+    a B that several modules have in common stands there once. Everything is computed in float32 and
+    cast once to ``dtype``.
     """
     index = modules.index()
     by_module = spec.by_module().items()
     # Those of routers are among ``own``.
     groups = sorted((index[name], deltas) for name, deltas in by_module if name in index)
-    sizes = [_num_elements(deltas, modules.shapes[module]) for module, deltas in groups]
+    outline = _Outline()
+    places = [outline.add(deltas, modules.shapes[module]) for module, deltas in groups]
     own_size = sum(pad(values.values.numel()) for values in own)
-    block = torch.zeros(sum(map(sum, sizes)) + own_size, dtype=dtype)
+    block = torch.zeros(outline.num_elements + own_size, dtype=dtype)
     unit = ALIGN_BYTES // block.element_size()
     placements = []
-    cursor = 0
-    for (module, deltas), size in zip(groups, sizes, strict=True):
+    for (module, deltas), place in zip(groups, places, strict=True):
         shape = modules.shapes[module]
         rank = sum(delta.rank for delta in deltas)
-        start_a, start_b, start_g = cursor, cursor + size[0], cursor + size[0] + size[1]
-        cursor += sum(size)
-        a = block[start_a:start_b].view(rank, -1)[:, : shape.in_features]
-        b = block[start_b:start_g].view(shape.out_features, -1)[:, :rank]
-        gain = block[start_g:cursor][: shape.out_features]
+        a = _matrix(block, place.a, rank, shape.in_features)
+        b = _matrix(block, place.b, shape.out_features, rank)
+        gain = block[place.g : place.g + shape.out_features] if place.has_gain else block[:0]
         gain.fill_(1)
         for delta, ranks in zip(deltas, _consecutive(deltas), strict=True):
             rows = slice(None) if delta.rows is None else slice(delta.rows.start, delta.rows.stop)
@@ -111,14 +110,61 @@ def pack(
             Placement(
                 module=module,
                 rank=rank,
-                offset_a=start_a // unit,
-                offset_b=start_b // unit,
-                offset_g=start_g // unit if size[2] else NO_GAIN,
-                has_gain=size[2] > 0,
+                offset_a=place.a // unit,
+                offset_b=place.b // unit,
+                offset_g=place.g // unit if place.has_gain else NO_GAIN,
+                has_gain=place.has_gain,
             )
         )
-    placed = tuple(_place_own(own, block, cursor))
+    placed = tuple(_place_own(own, block, outline.num_elements))
     return HostCopy(HostBlock((block,)), tuple(placements), placed, spec.vocab_size)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Elements of a block where A, B and g of a module start; g without DoRA nowhere."""
+
+    a: int
+    b: int
+    g: int
+    has_gain: bool
+
+
+class _Outline:
+    """Where things stand in a block, module after module.
+
+    What is packed from the same tensors in the same way is the same, so it gets the same place: the
+    A of a projection that all experts share, or that of a fused linear which the base has apart.
+    """
+
+    def __init__(self) -> None:
+        self.num_elements = 0
+        self._known: dict[object, int] = {}
+
+    def add(self, deltas: Sequence[ModuleDelta], shape: ModuleShape) -> _Place:
+        rank = sum(delta.rank for delta in deltas)
+        of_a = tuple((d.a, d.rank) for d in deltas)
+        of_b = tuple((d.b, d.rank, d.scale, d.rows, d.stored_rows) for d in deltas)
+        a = self._find(of_a, rank * pad(shape.in_features))
+        b = self._find(of_b, shape.out_features * pad(rank))
+        has_gain = any(delta.magnitude is not None for delta in deltas)
+        g = self._take(pad(shape.out_features)) if has_gain else 0
+        return _Place(a, b, g, has_gain)
+
+    def _find(self, content: object, size: int) -> int:
+        if content not in self._known:
+            self._known[content] = self._take(size)
+        return self._known[content]
+
+    def _take(self, size: int) -> int:
+        start = self.num_elements
+        self.num_elements += size
+        return start
+
+
+def _matrix(block: Tensor, start: int, rows: int, columns: int) -> Tensor:
+    """A view of a matrix in a block, without its padding."""
+    return block[start : start + rows * pad(columns)].view(rows, -1)[:, :columns]
 
 
 def _place_own(own: Sequence[OwnValues], block: Tensor, cursor: int) -> Iterator[OwnTensor]:
@@ -150,10 +196,11 @@ def dora_gain(weight: Tensor, a: Tensor, scaled_b: Tensor, magnitude: Tensor) ->
 
 def packed_bytes(spec: LoraSpec, layout: BaseLayout, dtype: torch.dtype) -> int:
     """Bytes of the block that ``pack`` makes; less if values of its own equal the base's."""
-    groups = spec.by_module().items()
-    linears = layout.modules
-    sizes = (_num_elements(deltas, linears[name]) for name, deltas in groups if name in linears)
-    return (sum(map(sum, sizes)) + own_elements(spec, layout)) * dtype.itemsize
+    outline = _Outline()
+    for name, deltas in spec.by_module().items():
+        if name in layout.modules:
+            outline.add(deltas, layout.modules[name])
+    return (outline.num_elements + own_elements(spec, layout)) * dtype.itemsize
 
 
 def block_bytes(shapes: Sequence[ModuleShape], rank: int, dtype: torch.dtype) -> int:
@@ -174,11 +221,3 @@ def plain_placements(
         placements.append(Placement(module, rank, cursor // unit, start_b // unit))
         cursor = start_b + shape.out_features * pad(rank)
     return tuple(placements)
-
-
-def _num_elements(deltas: Sequence[ModuleDelta], shape: ModuleShape) -> tuple[int, int, int]:
-    rank = sum(delta.rank for delta in deltas)
-    a = rank * pad(shape.in_features)
-    b = shape.out_features * pad(rank)
-    has_gain = any(delta.magnitude is not None for delta in deltas)
-    return a, b, pad(shape.out_features) if has_gain else 0

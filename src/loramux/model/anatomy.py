@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from loramux.adapters.experts import expert_modules
 from loramux.adapters.fusions import find_fusions
 from loramux.adapters.spec import BaseLayout, ExpertsShape, HeadCounts, ModuleShape
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import ModuleTable
 from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam, Recorder
-from loramux.model.experts import expert_modules, find_experts, find_routers
+from loramux.model.experts import find_experts, find_routers
 from loramux.model.load import BaseModel
 from loramux.model.stack import decoder_layers, recorded_calls, runs_of
 from loramux.ops.attention import AttentionLayer

@@ -98,17 +98,6 @@ def find_routers(
     return found
 
 
-def expert_modules(experts: Mapping[str, ExpertsShape]) -> Iterator[tuple[str, ModuleShape]]:
-    """Every projection of every expert as a module of its own: for each expert ``PARTS``."""
-    for name, shape in experts.items():
-        into = ModuleShape(shape.hidden, shape.intermediate)
-        out = ModuleShape(shape.intermediate, shape.hidden)
-        shapes = {GATE: into, UP: into, DOWN: out}
-        for expert in range(shape.num_experts):
-            for part in PARTS:
-                yield expert_part(name, expert, part), shapes[part]
-
-
 class ExpertWeight(nn.Module):
     """One projection of one expert, as if it were a linear: a view of the weight of all."""
 

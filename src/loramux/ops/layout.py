@@ -6,8 +6,9 @@ For each module, every start a multiple of 16 bytes, padding zero:
     B  [out, pad(rank)]     holds scale * B
     g  [pad(out)]           DoRA gain m / ||W + scale B A|| per output row; only with DoRA
 
-Ranks are the adapter's own, module by module. Where they stand is said by the slot tables, whose
-record of a module in a slot is four int64: where A, B and g start, and the rank.
+Ranks are the adapter's own, module by module. Modules may have an A or a B in common. Where they
+stand is said by the slot tables, whose record of a module in a slot is four int64: where A, B and g
+start, and the rank.
 """
 
 from __future__ import annotations

@@ -201,7 +201,9 @@ def test_configuration_that_cannot_be_honoured_is_refused(
         (f"{KQV}.linear_out.bias", "biases"),
         (f"{KQV}.layer_norm.weight", "norms inside"),
         ("model.decoder.layers.0.mlp.adapter_layer.lora_moe_hto4h_adapter.0.linear_in.weight",
-         "experts"),
+         "does not have"),
+        ("model.decoder.layers.0.mlp.experts.local_experts.1.adapter_layer.lora_moe_4htoh_adapter."
+         "expert_adapters.1.linear_in.weight", "no such expert"),
         ("model.decoder.layers.0.adapter_layer.adapter_1.linear_in.weight", "only LoRA"),
         ("model.decoder.layers.0.mlp.adapter_layer.lora_kqv_adapter.linear_in.weight",
          "does not have"),

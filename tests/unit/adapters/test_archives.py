@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from loramux.adapters.remotes.archives import archive_name, unpack
-from loramux.adapters.remotes.remote import RemoteMissing, RemoteProblem, RemoteUnfit
+from loramux.adapters.remotes.remote import RemoteMissing, RemoteProblem, RemoteUnfit, choose
 from tests.remote_places import CONFIG, WEIGHTS, adapter_bytes
 
 FILES = adapter_bytes()
@@ -80,6 +80,11 @@ def test_adapter_is_taken_from_any_folder(tmp_path: Path, kind: str, folder: str
     packed = {f"{folder}{name}": data for name, data in FILES.items()}
     data = PACKERS[kind]({**packed, "README.md": b"#", f"{folder}optimizer.pt": b"x" * 999})
     assert taken_from(tmp_path, data, kind) == FILES
+
+
+def test_what_is_said_of_experts_comes_along():
+    present = [*FILES, "lora_layout.json", "README.md"]
+    assert set(choose(present)) == {*FILES, "lora_layout.json"}
 
 
 @pytest.mark.parametrize("kind", PACKERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -11,6 +11,8 @@ from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.peft_spec import build_spec
 from loramux.adapters.formats.safetensors_header import TensorEntry
+from loramux.adapters.formats.shared_layout import SharedSides
+from loramux.adapters.formats.shared_sides import find_shared
 from loramux.adapters.formats.tensors import check_values
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report
@@ -34,12 +36,13 @@ def load(
     *,
     max_rank: int,
     report: Report,
+    shared: SharedSides | None = None,
 ) -> LoadedAdapter:
     """Check the adapter for ``base``, then read its numbers; they stay on the CPU.
 
     No tensor is read before every shape is the one that ``base`` and ``config`` ask for, which
-    bounds the memory. None stands for what ``report`` has refused. Raises AdapterRefused, with all
-    that is wrong.
+    bounds the memory. ``shared``: what the experts are said to have in common. None stands for what
+    ``report`` has refused. Raises AdapterRefused, with all that is wrong.
     """
     spec = None
     if config is not None and weights is not None:
@@ -53,6 +56,10 @@ def load(
         tensors = {**tensors, **{s.name: s.cut(tensors[s.source]) for s in spec.shares}}
         for source in {share.source for share in spec.shares}:
             del tensors[source]
+        named = spec.tensor_names
+        spec = replace(spec, deltas=find_shared(spec.deltas, tensors, shared or {}, report))
+        for copy in named - spec.tensor_names:
+            del tensors[copy]
         check_values(spec, tensors, report)
     except MalformedFile as problem:
         report.refuse(str(problem))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from loramux.adapters.spec import Stacking
+
 Bias = Literal["none", "all", "lora_only"]
 
 
@@ -24,6 +26,8 @@ class BesideLora:
     the empty name means the base's embedding."""
     parameters: tuple[str, ...] = ()
     """Ends of names of parameters that have A and B (PEFT: target_parameters)."""
+    expert_columns: Stacking = Stacking.COLUMNS
+    """Of these, how the columns of B stand where it has two dimensions."""
     ties: bool = False
     """What is trained of a tied embedding holds for the head, too."""
 

@@ -60,7 +60,8 @@ def _weight_file(
 def _read_pieces(
     file: NemoFile, stored: Mapping[str, TorchEntry], found: Mapping[str, Piece]
 ) -> dict[str, Tensor]:
-    tensors = read_torch(file.path, stored)
+    used = dict.fromkeys(piece.stored_key for piece in found.values())
+    tensors = read_torch(file.path, {key: stored[key] for key in used})
     return {name: _rows(tensors[piece.stored_key], piece.rows) for name, piece in found.items()}
 
 

@@ -50,6 +50,8 @@ class NemoConfig:
     activation: str
     tp_size: int
     """GPUs that shared each linear in training."""
+    ep_size: int
+    """GPUs that shared the experts in training."""
     use_dora: bool = False
     swap_gate_up: bool | None = None
     base_model: str | None = None
@@ -105,6 +107,7 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> NemoConfig | None:
     num_heads = get.integer(raw, "num_attention_heads")
     num_kv_heads = get.integer(raw, "num_query_groups", default=num_heads)
     tp_size = get.integer(raw, "tensor_model_parallel_size", default=1)
+    ep_size = get.integer(raw, "expert_model_parallel_size", default=1)
     hidden = get.integer(raw, "hidden_size")
     if rank is None or alpha is None or num_heads is None or num_kv_heads is None:
         return None
@@ -116,7 +119,7 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> NemoConfig | None:
         return None
     even = hidden is not None and hidden % num_heads == 0  # else it must be said
     head_dim = get.integer(raw, "kv_channels", hidden // num_heads if hidden and even else None)
-    if head_dim is None or tp_size is None:
+    if head_dim is None or tp_size is None or ep_size is None:
         return None
     activation = raw.get("activation", "gelu")
     return NemoConfig(
@@ -127,6 +130,7 @@ def _arithmetic(raw: Mapping[str, Any], report: Report) -> NemoConfig | None:
         head_dim=head_dim,
         activation=activation if isinstance(activation, str) else "",
         tp_size=tp_size,
+        ep_size=ep_size,
     )
 
 

@@ -9,6 +9,7 @@ from loramux.adapters.formats import safetensors_header, torch_header
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.load import WeightFile, load
 from loramux.adapters.formats.peft_config import read_config
+from loramux.adapters.formats.shared_layout import read_shared_sides
 from loramux.adapters.formats.tensors import read_safetensors, read_torch
 from loramux.adapters.formats.weight_files import TORCH_FILE
 from loramux.adapters.loaded import LoadedAdapter
@@ -26,12 +27,13 @@ def read_peft(
     """
     report = Report(lenient=lenient)
     config = read_config(directory, report)
+    shared = read_shared_sides(directory, report)
     weights = None
     try:
         weights = _open_weights(directory / weight_file)
     except MalformedFile as problem:
         report.refuse(str(problem))
-    return load(name, config, weights, base, max_rank=max_rank, report=report)
+    return load(name, config, weights, base, max_rank=max_rank, report=report, shared=shared)
 
 
 def _open_weights(path: Path) -> WeightFile:

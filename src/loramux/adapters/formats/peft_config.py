@@ -18,6 +18,7 @@ from loramux.adapters.formats.files import (
 from loramux.adapters.formats.meaning import BesideLora, Bias
 from loramux.adapters.formats.peft_patterns import BadPattern, PatternTable
 from loramux.adapters.report import Report, printable
+from loramux.adapters.spec import Stacking
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 4 * 2**20
@@ -153,6 +154,19 @@ def _check_init(init: object, report: Report) -> None:
         )
 
 
+def _agrees(detail: object, columns: str | None) -> bool:
+    """Whether what Unsloth says of each parameter is what it says of all."""
+    if not isinstance(detail, dict) or detail.keys() != {"lora_A_layout", "parameters"}:
+        return False
+    parameters = detail["parameters"]
+    if detail["lora_A_layout"] != "grouped_by_expert" or not isinstance(parameters, dict):
+        return False
+    return all(
+        isinstance(entry, dict) and entry.get("lora_B_layout") == columns
+        for entry in parameters.values()
+    )
+
+
 class _Fields:
     """Typed access to the fields of one configuration; a wrong value goes to the report."""
 
@@ -204,8 +218,25 @@ class _Fields:
             modules_to_save=self._names("modules_to_save"),
             token_rows=self._token_rows(),
             parameters=self._names("target_parameters"),
+            expert_columns=self._expert_columns(),
             ties=self.flag("ensure_weight_tying"),
         )
+
+    def _expert_columns(self) -> Stacking:
+        """Unsloth says it once for all, and again for each parameter."""
+        said = self._raw.get("lora_B_layout")
+        detail = self._raw.get("unsloth_fused_expert_lora")
+        if not (said is None or isinstance(said, str)) or said not in fields.EXPERT_COLUMNS:
+            known = " or ".join(filter(None, fields.EXPERT_COLUMNS))
+            self._report.refuse(f"lora_B_layout must be {known}")
+        elif fields.is_live(detail) and not _agrees(detail, said):
+            self._report.refuse(
+                "unsloth_fused_expert_lora does not give all parameters the lora_B_layout that is "
+                "said, and A expert by expert"
+            )
+        else:
+            return fields.EXPERT_COLUMNS[said]
+        return Stacking.COLUMNS
 
     def _bias(self) -> Bias:
         value = self._raw.get("bias")

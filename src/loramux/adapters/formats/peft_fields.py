@@ -1,12 +1,15 @@
 """Every field of PEFT's LoraConfig (0.21.2): honoured, without effect, or refused when live.
 
-And one that is loramux's own: ``swap_gate_up``, which says what a weight file cannot.
+And those that say what a weight file cannot: ``swap_gate_up``, loramux's own, and ``lora_B_layout``
+with ``unsloth_fused_expert_lora``, which Unsloth writes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+
+from loramux.adapters.spec import Stacking
 
 HONOURED = frozenset(
     {
@@ -28,9 +31,18 @@ HONOURED = frozenset(
         "ensure_weight_tying",
         "target_parameters",
         "swap_gate_up",
+        "lora_B_layout",
+        "unsloth_fused_expert_lora",
     }
 )
 """Fields that decide what is served or refused; ``peft_config`` reads each of them."""
+
+EXPERT_COLUMNS: Mapping[str | None, Stacking] = {
+    None: Stacking.COLUMNS,
+    "rank_major": Stacking.COLUMNS,
+    "grouped_by_expert": Stacking.COLUMN_BLOCKS,
+}
+"""Values of ``lora_B_layout``: how B of all experts in one is stored. PEFT's way is the first."""
 
 INERT: Mapping[str, str] = {
     "auto_mapping": "informative",

@@ -46,6 +46,10 @@ _OTHER_KINDS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
         (r"\.lora_[ab]$", "tensors are named as mlx-lm does: convert the adapter to PEFT's format"),
+        (
+            r"(^|[._])scale(_inv)?$",
+            "scales of quantised weights are not read: store the weights without, as BF16 or F16",
+        ),
         (r"\.lora_E\b|\.ranknum\b", "AdaLoRA is not served"),
         (r"lora_", "tensors of an unknown kind"),
         (

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from loramux.adapters.experts import holder_of
+from loramux.adapters.experts import inside
 from loramux.adapters.formats.meaning import Meaning
 from loramux.adapters.formats.module_names import MAX_EXPLAINED
 from loramux.adapters.formats.peft_experts import ExpertsBuilder, ExpertTensors
@@ -18,7 +18,7 @@ from loramux.adapters.formats.peft_keys import (
     parse_key,
 )
 from loramux.adapters.formats.peft_patterns import BadPattern
-from loramux.adapters.formats.places import WRAPPED, Place, Places, Target
+from loramux.adapters.formats.places import WRAPPED, ExpertsPlace, Place, Places, Target
 from loramux.adapters.formats.replaced import ReplacementBuilder
 from loramux.adapters.formats.safetensors_header import TensorEntry
 from loramux.adapters.fusions import GATE_UP
@@ -27,6 +27,8 @@ from loramux.adapters.spec import BaseLayout, ExpertShare, LoraSpec, ModuleDelta
 
 SERVED_DTYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 
+_MOST_NAMES_OF_ALL = 2
+"""For the experts of a layer: PEFT has one name for each of two parameters."""
 
 Entries = Mapping[str, TensorEntry]
 
@@ -60,17 +62,25 @@ def build_spec(
     shares: list[ExpertShare] = []
     try:
         deltas = [delta for place, group in placed for delta in builder.deltas(place, group)]
-        for path, module in of_experts.items():
+        closed: dict[str, list[str]] = {}
+        spellings = Counter(of_experts.values())
+        for path, place in of_experts.items():
+            # Before they are taken apart: a hostile file may have any number of spellings.
+            if spellings[place] > _MOST_NAMES_OF_ALL:
+                report.refuse("duplicate: two names are meant for the same place", path)
+                continue
             tensors = builder.expert_tensors(groups[path])
-            found = tensors and experts.unfold(module, base.experts[module], tensors)
+            found = tensors and experts.unfold(place, base.experts[place.experts], tensors)
             if found:
                 deltas += found.deltas
                 shares += found.shares
+                closed[path] = [p for d in found.deltas for p in base.closed_parts(d.module)]
+        _check_open(closed, base, report)
     except BadPattern as problem:
         report.refuse(f"rank_pattern or alpha_pattern {problem}")
         return None
     _check_experts_once(deltas, of_experts, report)
-    _check_parameters(config.beside.parameters, groups, base, report)
+    _check_parameters(config.beside.parameters, groups, base, report, any_experts=bool(of_experts))
     if groups and not placed and not of_experts:
         report.refuse(
             f"not one module of the adapter matches {base.name}: it was made for another model"
@@ -159,12 +169,19 @@ def _place(
 
 
 def _check_parameters(
-    named: Sequence[str], groups: Mapping[str, _Group], base: BaseLayout, report: Report
+    named: Sequence[str],
+    groups: Mapping[str, _Group],
+    base: BaseLayout,
+    report: Report,
+    *,
+    any_experts: bool,
 ) -> None:
     """Parameters that the configuration names must have tensors: PEFT gives each its own."""
     if not named:
         return
     adapted = {end for path in groups for end in _endings(path.removesuffix(WRAPPED))}
+    if any_experts:
+        adapted.add("")  # a name may be that of the parameter alone
     missing = [parameter for parameter in named if parameter.rpartition(".")[0] not in adapted]
     if missing:
         where = "" if base.experts else f", and {base.name} has no experts that can take LoRA"
@@ -175,13 +192,14 @@ def _check_parameters(
 
 
 def _check_experts_once(
-    deltas: Sequence[ModuleDelta], of_experts: Mapping[str, str], report: Report
+    deltas: Sequence[ModuleDelta], of_experts: Mapping[str, ExpertsPlace], report: Report
 ) -> None:
-    """Parameters of experts may meet each other, and deltas of single experts."""
+    """Tensors of all experts may meet each other, and those of single experts."""
     counts = Counter(delta.module for delta in deltas)
-    twice = {holder_of(name) for name, count in counts.items() if count > 1}
-    for path, module in of_experts.items():
-        if module in twice:
+    places = (inside(name) for name, count in counts.items() if count > 1)
+    twice = {place.experts for place in places if place is not None}
+    for path, place in of_experts.items():
+        if place.experts in twice:
             report.refuse("duplicate: two names are meant for the same place", path)
 
 
@@ -243,12 +261,15 @@ class _DeltaBuilder:
         return deltas if self._shapes_fit(deltas[0], place.shape, group.path) else []
 
     def expert_tensors(self, group: _Group) -> ExpertTensors | None:
-        """A and B of a parameter of experts, which PEFT gives no other tensors."""
+        """A and B of all experts in one, for which nobody has other tensors."""
         a, b = group.keys.get("lora_A"), group.keys.get("lora_B")
         others = group.keys.keys() - {"lora_A", "lora_B"}
         if others:
             what = " and ".join(sorted(others))
-            self.report.refuse(f"{what} on a parameter of experts is not served", group.path)
+            self.report.refuse(f"{what} on all experts in one is not served", group.path)
+        elif self.config.use_dora or self.config.beside.lora_bias:
+            said = "use_dora" if self.config.use_dora else "lora_bias"
+            self.report.refuse(f"{said} is true, of which experts in one have nothing", group.path)
         if a is None or b is None:
             self.report.refuse("lora_A or lora_B is missing (incomplete pair)", group.path)
             return None

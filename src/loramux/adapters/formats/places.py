@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loramux.adapters.experts import parts_in
 from loramux.adapters.formats.module_names import ModuleNames
 from loramux.adapters.fusions import GATE_UP
 from loramux.adapters.spec import BaseLayout, Fusion, ModuleShape
@@ -42,6 +43,16 @@ class Place:
     targets: tuple[Target, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsPlace:
+    """Where tensors with the LoRA of all experts of a layer go."""
+
+    experts: str
+    """The base's module of all experts."""
+    parts: tuple[str, ...] = ()
+    """The projections that the name means; none: a parameter that the shapes tell."""
+
+
 class Places:
     """The modules of a base by the names that adapters use, fused or split.
 
@@ -67,13 +78,18 @@ class Places:
         """None when no module, or more than one, is meant, or its rows are not known."""
         return self._places.get(self._names.find(path) or "")
 
-    def find_experts(self, path: str) -> str | None:
-        """The module of all experts of a layer that LoRA on its parameters is meant for.
+    def find_experts(self, path: str) -> ExpertsPlace | None:
+        """The experts of a layer, if LoRA of this name is that of all of them in one.
 
-        PEFT wraps a module once for each of its parameters, one around the other.
+        On a parameter PEFT wraps the module, once for each of its parameters, one around the other;
+        others have names for what is in it (``experts.w1``).
         """
-        name = self._names.find(path.removesuffix(WRAPPED))
-        return name if name in self._base.experts else None
+        parent, _, leaf = path.rpartition(".")
+        parts = parts_in(leaf)
+        name = self._names.find(parent if parts else path.removesuffix(WRAPPED))
+        if name is None or name not in self._base.experts:
+            return None
+        return ExpertsPlace(name, parts)
 
     def why_not(self, path: str) -> str:
         """Why ``find`` gave None, in words for an operator."""

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from loramux.adapters.formats.files import MalformedFile, refuse_placeholders
-from loramux.adapters.formats.peft_config import CONFIG_FILE, MAX_CONFIG_BYTES
+from loramux.adapters.formats.peft_config import MAX_CONFIG_BYTES
 from loramux.adapters.remotes.remote import (
+    CONFIG_FILES,
     TOKENIZER_FILES,
     Remote,
     RemoteFile,
@@ -73,7 +74,7 @@ def digest(path: Path) -> str:
 
 def _limit(name: str) -> int | None:
     """Weights are bounded by the room on the disk alone."""
-    if name == CONFIG_FILE:
+    if name in CONFIG_FILES:
         return MAX_CONFIG_BYTES
     return _MAX_TOKENIZER_BYTES if name in TOKENIZER_FILES else None
 

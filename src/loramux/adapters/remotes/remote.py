@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from loramux.adapters.formats.peft_config import CONFIG_FILE
+from loramux.adapters.formats.shared_layout import LAYOUT_FILE
 from loramux.adapters.formats.weight_files import WEIGHT_FILES
 
 TOKENIZER_FILES = (
@@ -17,7 +18,8 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-ADAPTER_FILES = (CONFIG_FILE, *WEIGHT_FILES, *TOKENIZER_FILES)
+CONFIG_FILES = (CONFIG_FILE, LAYOUT_FILE)
+ADAPTER_FILES = (*CONFIG_FILES, *WEIGHT_FILES, *TOKENIZER_FILES)
 """All that an adapter can consist of; nothing else is ever fetched."""
 
 CHUNK_BYTES = 2**20
@@ -111,5 +113,5 @@ def choose(present: Collection[str]) -> list[str]:
         raise RemoteMissing(
             f"holds no adapter: neither {CONFIG_FILE} nor {WEIGHT_FILES[0]} is there"
         )
-    others = [name for name in (CONFIG_FILE, *TOKENIZER_FILES) if name in present]
+    others = [name for name in (*CONFIG_FILES, *TOKENIZER_FILES) if name in present]
     return others if weights is None else [*others, weights]
