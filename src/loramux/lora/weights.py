@@ -12,6 +12,7 @@ from torch import Tensor
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
 from loramux.lora.host_memory import HostBlock
 from loramux.lora.own_weights import OwnTensor, OwnValues, own_elements
+from loramux.lora.placements import Placement, Placements
 from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
 
 
@@ -30,23 +31,11 @@ class ModuleTable:
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where one module's weights stand in a block; offsets in units of ALIGN_BYTES."""
-
-    module: int
-    rank: int
-    offset_a: int
-    offset_b: int
-    offset_g: int = NO_GAIN
-    has_gain: bool = False
-
-
-@dataclass(frozen=True)
 class HostCopy:
     """An adapter ready to be copied to a device: a block and where things are in it."""
 
     block: HostBlock
-    placements: tuple[Placement, ...]
+    placements: Placements
     own: tuple[OwnTensor, ...] = ()
     """What is there beside LoRA, behind it in the block."""
     vocab_size: int | None = None
@@ -58,7 +47,7 @@ class HostCopy:
 
     @property
     def max_rank(self) -> int:
-        return max((placement.rank for placement in self.placements), default=0)
+        return self.placements.max_rank
 
 
 BaseWeight = Callable[[int], Tensor]
@@ -88,7 +77,7 @@ def pack(
     own_size = sum(pad(values.values.numel()) for values in own)
     block = torch.zeros(sum(map(sum, sizes)) + own_size, dtype=dtype)
     unit = ALIGN_BYTES // block.element_size()
-    placements = []
+    placements: list[Placement] = []
     cursor = 0
     for (module, deltas), size in zip(groups, sizes, strict=True):
         shape = modules.shapes[module]
@@ -110,15 +99,14 @@ def pack(
         placements.append(
             Placement(
                 module=module,
-                rank=rank,
                 offset_a=start_a // unit,
                 offset_b=start_b // unit,
                 offset_g=start_g // unit if size[2] else NO_GAIN,
-                has_gain=size[2] > 0,
+                rank=rank,
             )
         )
     placed = tuple(_place_own(own, block, cursor))
-    return HostCopy(HostBlock((block,)), tuple(placements), placed, spec.vocab_size)
+    return HostCopy(HostBlock((block,)), Placements.of(placements), placed, spec.vocab_size)
 
 
 def _place_own(own: Sequence[OwnValues], block: Tensor, cursor: int) -> Iterator[OwnTensor]:
@@ -164,16 +152,16 @@ def block_bytes(shapes: Sequence[ModuleShape], rank: int, dtype: torch.dtype) ->
 
 def plain_placements(
     shapes: Mapping[int, ModuleShape], rank: int, dtype: torch.dtype
-) -> tuple[Placement, ...]:
+) -> Placements:
     """Where ``pack`` puts a plain adapter of one rank on these modules (rows of the table)."""
     unit = ALIGN_BYTES // dtype.itemsize
     placements: list[Placement] = []
     cursor = 0
     for module, shape in shapes.items():
         start_b = cursor + rank * pad(shape.in_features)
-        placements.append(Placement(module, rank, cursor // unit, start_b // unit))
+        placements.append(Placement(module, cursor // unit, start_b // unit, NO_GAIN, rank))
         cursor = start_b + shape.out_features * pad(rank)
-    return tuple(placements)
+    return Placements.of(placements)
 
 
 def _num_elements(deltas: Sequence[ModuleDelta], shape: ModuleShape) -> tuple[int, int, int]:

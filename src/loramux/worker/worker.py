@@ -221,7 +221,7 @@ class Worker:
         assert isinstance(copy, HostCopy)
         self._runner.expect(
             copy.max_rank,
-            gain=any(p.has_gain for p in copy.placements),
+            gain=copy.placements.has_gain,
             own=self._changes_ends(copy) or bool(copy.own),
         )
         self._host.add(prepared.adapter_id, copy)
@@ -266,7 +266,7 @@ class Worker:
         """Whether LoRA is on the embedding or the head, which stand behind the layers' linears."""
         first = len(self._anatomy.layer_shapes)
         ends = range(first, first + self._anatomy.num_ends)
-        return any(p.module in ends for p in copy.placements)
+        return copy.placements.any_in(ends)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Put a step behind what the device does already; only its ``result()`` waits."""

@@ -12,6 +12,7 @@ from loramux.adapters.spec import BaseLayout, ModuleShape
 from loramux.errors import AdapterRefused
 from loramux.lora.weights import ModuleTable, pack
 from tests.adapter_files import llama_layout, lora_config, pair, with_header
+from tests.cpu.placed import each_of
 
 BASE = llama_layout()
 
@@ -76,7 +77,7 @@ def packed(directory: Path, dtype: str, item: bytes, rows: int) -> torch.Tensor:
     modules = ModuleTable((Q,), (shape,))
     copy = pack(loaded.spec, loaded.tensors, modules, torch.float32, lambda _: torch.empty(0))
     unit = 16 // copy.block.whole.element_size()
-    offset = copy.placements[0].offset_b * unit
+    offset = each_of(copy.placements)[0].offset_b * unit
     return copy.block.whole[offset:].view(rows, -1)[:, 0]
 
 
