@@ -8,7 +8,7 @@ is a module of its own here, whatever tensors the base or the adapter keeps them
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
 PARTS = (GATE, UP, DOWN)
@@ -19,10 +19,11 @@ GATE_UP_PARAMETER, DOWN_PARAMETER = "gate_up_proj", "down_proj"
 before the up projection's, and ``[experts, hidden, intermediate]``."""
 
 OLD_NAMES: Mapping[str, str] = {GATE: "w1", UP: "w3", DOWN: "w2"}
-_INSIDE = re.compile(r"(.+)\.experts\.(\d+)\.(gate_proj|up_proj|down_proj)")
+_NEW_NAMES = {old: part for part, old in OLD_NAMES.items()}
+_OLD_PART = re.compile(rf"((?:^|.*\.)experts\.\d+\.)({'|'.join(_NEW_NAMES)})")
 _BLOCKS = ("mlp", "block_sparse_moe")
 """What the module that has the experts and the router is called, now and before."""
-_BLOCK = re.compile(rf"\.(?:{'|'.join(_BLOCKS)})\.(?=experts(?:\.|$)|gate$)")
+_BLOCK = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_BLOCKS)})\.(?=experts(?:\.|$)|gate$)")
 
 
 def expert_part(experts: str, expert: int, part: str) -> str:
@@ -35,12 +36,12 @@ def holder_of(part: str) -> str:
     return part.rsplit(".", 2)[0]
 
 
-def other_spellings(name: str) -> Iterator[str]:
-    """Further names by which adapters may know a module in a mixture, its router or its experts."""
-    inside = _INSIDE.fullmatch(name)
-    leaves = [name]
-    if inside is not None:
-        leaves.append(f"{inside[1]}.experts.{inside[2]}.{OLD_NAMES[inside[3]]}")
-    for leaf in leaves:
-        for block in _BLOCKS:
-            yield _BLOCK.sub(f".{block}.", leaf)
+def other_spellings(name: str) -> set[str]:
+    """Further names by which a base may have what an adapter calls so: a part of a mixture, its
+    router or its experts."""
+    if "experts" not in name and not name.endswith("gate"):
+        return set()
+    old = _OLD_PART.fullmatch(name)
+    leaves = [name] if old is None else [name, f"{old[1]}{_NEW_NAMES[old[2]]}"]
+    spellings = {_BLOCK.sub(f"{block}.", leaf) for leaf in leaves for block in _BLOCKS}
+    return spellings - {name}
