@@ -302,6 +302,22 @@ def test_a_parameter_of_other_sizes_is_refused(
     assert words in refusal(tmp_path, {name: pair}, rank_pattern={})
 
 
+def test_experts_that_all_lack_a_or_b_would_change_nothing(tmp_path: Path) -> None:
+    """Each of the two tensors is not zero, but no expert has anything in both."""
+    a, b = stacked(4, SIZE, HIDDEN)
+    a[4:], b[:, 0::EXPERTS] = 0, 0
+    reason = refusal(tmp_path, {"model.layers.0.mlp.experts": (a, b)}, rank_pattern={})
+    assert "change nothing" in reason
+
+
+def test_a_parameter_that_is_not_finite_is_named_as_the_file_does(tmp_path: Path) -> None:
+    a, b = stacked(4, SIZE, HIDDEN)
+    b[3, 7] = torch.nan
+    reason = refusal(tmp_path, {"model.layers.0.mlp.experts": (a, b)}, rank_pattern={})
+    assert reason.count("mlp.experts.lora_B.weight") == 1
+    assert "not finite" in reason
+
+
 def test_an_expert_that_changes_twice_is_refused(tmp_path: Path) -> None:
     experts = "model.layers.0.mlp.experts"
     weights = {

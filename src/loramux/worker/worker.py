@@ -200,7 +200,7 @@ class Worker:
                     self._base_parameter,
                 ),
             )
-        if not all(piece.isfinite().all() for piece in copy.block.pieces):
+        if not copy.block.is_finite():
             raise AdapterRefused(name, [_NOT_FINITE])
         try:
             copy = replace(copy, block=self.host_memory.keep(copy.block))

@@ -47,13 +47,13 @@ def load(
     report.raise_if_refused(name)
     assert weights is not None, "nothing was refused, so all is there"
     assert spec is not None
-    tensors: Mapping[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     try:
-        tensors = weights.read()
-        tensors = {**tensors, **{s.name: s.cut(tensors[s.source]) for s in spec.shares}}
-        for source in {share.source for share in spec.shares}:
-            del tensors[source]
-        check_values(spec, tensors, report)
+        stored = weights.read()
+        check_values(spec, stored, report)
+        sources = {share.source for share in spec.shares}
+        tensors = {name: tensor for name, tensor in stored.items() if name not in sources}
+        tensors |= {share.name: share.cut(stored[share.source]) for share in spec.shares}
     except MalformedFile as problem:
         report.refuse(str(problem))
     report.raise_if_refused(name)

@@ -17,7 +17,7 @@ from torch import Tensor
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.load import WeightFile, load
 from loramux.adapters.formats.mlx_config import MlxConfig, count_layers, read_config
-from loramux.adapters.formats.safetensors_header import TensorEntry, read_header
+from loramux.adapters.formats.safetensors_header import SafetensorsFile, TensorEntry, examine
 from loramux.adapters.formats.tensors import read_safetensors
 from loramux.adapters.formats.weight_files import MLX_FILE, module_of_mlx_key, peft_key
 from loramux.adapters.loaded import LoadedAdapter
@@ -48,11 +48,11 @@ def read_mlx(
 def _open_weights(
     path: Path, config: MlxConfig | None, base: BaseLayout, report: Report
 ) -> WeightFile:
-    stored = read_header(path)
+    stored = examine(path)
     num_layers = count_layers(base.modules)
     entries: dict[str, TensorEntry] = {}
     stored_names: dict[str, str] = {}
-    for key, entry in stored.items():
+    for key, entry in stored.entries.items():
         module = module_of_mlx_key(key)
         if module is None:
             report.refuse("tensors that LoRA of mlx-lm does not have", key)
@@ -66,13 +66,11 @@ def _open_weights(
         renamed = peft_key(key)
         entries[renamed] = replace(entry, shape=entry.shape[::-1])
         stored_names[renamed] = key
-    return WeightFile(entries, partial(_read_transposed, path, stored, stored_names))
+    return WeightFile(entries, partial(_read_transposed, stored, stored_names))
 
 
-def _read_transposed(
-    path: Path, stored: Mapping[str, TensorEntry], stored_names: Mapping[str, str]
-) -> dict[str, Tensor]:
-    tensors = read_safetensors(path, stored)
+def _read_transposed(stored: SafetensorsFile, stored_names: Mapping[str, str]) -> dict[str, Tensor]:
+    tensors = read_safetensors(stored)
     return {
         name: tensors[key].permute(*reversed(range(tensors[key].dim()))).contiguous()
         for name, key in stored_names.items()

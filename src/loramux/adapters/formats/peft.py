@@ -38,5 +38,5 @@ def _open_weights(path: Path) -> WeightFile:
     if path.name == TORCH_FILE:
         entries = torch_header.read_header(path)
         return WeightFile(entries, partial(read_torch, path, entries))
-    entries = safetensors_header.read_header(path)
-    return WeightFile(entries, partial(read_safetensors, path, entries))
+    file = safetensors_header.examine(path)
+    return WeightFile(file.entries, partial(read_safetensors, file))
