@@ -31,6 +31,12 @@ def expert_part(experts: str, expert: int, part: str) -> str:
     return f"{experts}.{expert}.{part}"
 
 
+def split_part(name: str) -> tuple[str, int, str]:
+    """What ``expert_part`` has made a name of."""
+    experts, expert, part = name.rsplit(".", 2)
+    return experts, int(expert), part
+
+
 def holder_of(part: str) -> str:
     """The module of all experts in which an ``expert_part`` is."""
     return part.rsplit(".", 2)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -26,7 +27,9 @@ class ModuleTable:
     def __len__(self) -> int:
         return len(self.names)
 
-    def index(self) -> dict[str, int]:
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Of each module, by its name."""
         return {name: i for i, name in enumerate(self.names)}
 
 
@@ -69,7 +72,7 @@ def pack(
     B in its own rows and columns, zero elsewhere. Rows without a magnitude have the gain 1.
     Everything is computed in float32 and cast once to ``dtype``.
     """
-    index = modules.index()
+    index = modules.index
     by_module = spec.by_module().items()
     # Those of routers are among ``own``.
     groups = sorted((index[name], deltas) for name, deltas in by_module if name in index)

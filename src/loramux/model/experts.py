@@ -17,6 +17,7 @@ from loramux.adapters.experts import (
     PARTS,
     UP,
     expert_part,
+    split_part,
 )
 from loramux.adapters.spec import ExpertsShape, ModuleShape
 
@@ -77,36 +78,16 @@ def expert_modules(experts: Mapping[str, ExpertsShape]) -> Iterator[tuple[str, M
                 yield expert_part(name, expert, part), shapes[part]
 
 
-class ExpertWeight(nn.Module):
-    """One projection of one expert, as if it were a linear: a view of the weight of all."""
-
-    def __init__(self, experts: nn.Module, expert: int, part: str) -> None:
-        super().__init__()
-        self._experts = (experts,)  # not a child: it is in the model already
-        self._expert = expert
-        self._part = part
-
-    @property
-    def weight(self) -> Tensor:
-        """``[out, in]``"""
-        [experts] = self._experts
-        if self._part == DOWN:
-            return cast(Tensor, getattr(experts, DOWN_PARAMETER))[self._expert]
-        both = cast(Tensor, getattr(experts, GATE_UP_PARAMETER))[self._expert]
-        half = both.shape[0] // 2
-        return both[:half] if self._part == GATE else both[half:]
-
-
-def expert_weights(
-    model: nn.Module, experts: Mapping[str, ExpertsShape]
-) -> dict[str, ExpertWeight]:
-    """Every projection of every expert by its name as a module."""
-    return {
-        expert_part(name, expert, part): ExpertWeight(model.get_submodule(name), expert, part)
-        for name, shape in experts.items()
-        for expert in range(shape.num_experts)
-        for part in PARTS
-    }
+def expert_weight(model: nn.Module, name: str) -> Tensor:
+    """The weight ``[out, in]`` of a projection of an expert (``expert_part``): a view of that of
+    all."""
+    holder, expert, part = split_part(name)
+    experts = model.get_submodule(holder)
+    if part == DOWN:
+        return cast(Tensor, getattr(experts, DOWN_PARAMETER))[expert]
+    both = cast(Tensor, getattr(experts, GATE_UP_PARAMETER))[expert]
+    half = both.shape[0] // 2
+    return both[:half] if part == GATE else both[half:]
 
 
 def use_adapted_experts(model: PreTrainedModel) -> None:

@@ -28,6 +28,7 @@ from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy, ModuleTable, pack
 from loramux.model.anatomy import Anatomy, linear_weight
 from loramux.model.attention_seam import AttentionSeam, PagedLayer
+from loramux.model.experts import expert_weight
 from loramux.model.load import BaseModel
 from loramux.model.surgery import insert_sites
 from loramux.ops.attention import AttentionBackend
@@ -303,12 +304,14 @@ class Worker:
         return self._runner.warm_up(progress)
 
     def _base_weight(self, module: int) -> Tensor:
-        return linear_weight(self._linears[module])
+        if module < len(self._linears):
+            return linear_weight(self._linears[module])
+        return expert_weight(self._base.model, self._anatomy.modules.names[module])
 
     def _base_parameter(self, module: str, parameter: str) -> Tensor:
         holder = self._others.get(module)
         if holder is None:
-            holder = self._linears[self._anatomy.modules.index()[module]]
+            holder = self._linears[self._anatomy.modules.index[module]]
         return getattr(holder, parameter)
 
     def _vocab_size_of(self, slot: Slot) -> int:
