@@ -14,7 +14,7 @@ from loramux.adapters.formats.safetensors_header import TensorEntry
 from loramux.adapters.formats.tensors import check_values
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report
-from loramux.adapters.spec import BaseLayout
+from loramux.adapters.spec import BaseLayout, LoraSpec
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,32 @@ class WeightFile:
     """Raises MalformedFile when the file has changed."""
 
 
-def load(
+@dataclass(frozen=True)
+class CheckedAdapter:
+    """An adapter that is right as far as that can be told without its numbers."""
+
+    name: str
+    spec: LoraSpec
+    _weights: WeightFile
+    _report: Report
+
+    def read(self) -> LoadedAdapter:
+        """The same with its numbers, on the CPU. Raises AdapterRefused, with all that is wrong."""
+        spec, report = self.spec, self._report
+        tensors: dict[str, Tensor] = {}
+        try:
+            stored = self._weights.read()
+            check_values(spec, stored, report)
+            sources = {share.source for share in spec.shares}
+            tensors = {name: tensor for name, tensor in stored.items() if name not in sources}
+            tensors |= {share.name: share.cut(stored[share.source]) for share in spec.shares}
+        except MalformedFile as problem:
+            report.refuse(str(problem))
+        report.raise_if_refused(self.name)
+        return LoadedAdapter(spec, tensors, sum(t.nbytes for t in tensors.values()))
+
+
+def check(
     name: str,
     config: Meaning | None,
     weights: WeightFile | None,
@@ -34,10 +59,10 @@ def load(
     *,
     max_rank: int,
     report: Report,
-) -> LoadedAdapter:
-    """Check the adapter for ``base``, then read its numbers; they stay on the CPU.
+) -> CheckedAdapter:
+    """Check an adapter for ``base``.
 
-    No tensor is read before every shape is the one that ``base`` and ``config`` ask for, which
+    No tensor can be read before every shape is the one that ``base`` and ``config`` ask for, which
     bounds the memory. None stands for what ``report`` has refused. Raises AdapterRefused, with all
     that is wrong.
     """
@@ -47,14 +72,4 @@ def load(
     report.raise_if_refused(name)
     assert weights is not None, "nothing was refused, so all is there"
     assert spec is not None
-    tensors: dict[str, Tensor] = {}
-    try:
-        stored = weights.read()
-        check_values(spec, stored, report)
-        sources = {share.source for share in spec.shares}
-        tensors = {name: tensor for name, tensor in stored.items() if name not in sources}
-        tensors |= {share.name: share.cut(stored[share.source]) for share in spec.shares}
-    except MalformedFile as problem:
-        report.refuse(str(problem))
-    report.raise_if_refused(name)
-    return LoadedAdapter(spec, tensors, sum(t.nbytes for t in tensors.values()))
+    return CheckedAdapter(name, spec, weights, report)

@@ -15,12 +15,11 @@ from pathlib import Path
 from torch import Tensor
 
 from loramux.adapters.formats.files import MalformedFile
-from loramux.adapters.formats.load import WeightFile, load
+from loramux.adapters.formats.load import CheckedAdapter, WeightFile, check
 from loramux.adapters.formats.mlx_config import MlxConfig, count_layers, read_config
 from loramux.adapters.formats.safetensors_header import SafetensorsFile, TensorEntry, examine
 from loramux.adapters.formats.tensors import read_safetensors
 from loramux.adapters.formats.weight_files import MLX_FILE, module_of_mlx_key, peft_key
-from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout
 
@@ -28,10 +27,10 @@ _EMBEDDINGS = frozenset({"embed_tokens", "wte"})
 """mlx-lm lets LoRA on a tied embedding act on the head as well, where PEFT does not."""
 
 
-def read_mlx(
+def check_mlx(
     name: str, directory: Path, base: BaseLayout, *, max_rank: int, lenient: bool
-) -> LoadedAdapter:
-    """Read and check the adapter in ``directory`` for ``base``; weights stay on the CPU.
+) -> CheckedAdapter:
+    """Check the adapter in ``directory`` for ``base``; its numbers are not read yet.
 
     ``name`` is only used in errors. Raises AdapterRefused, with all that is wrong.
     """
@@ -42,7 +41,7 @@ def read_mlx(
         weights = _open_weights(directory / MLX_FILE, config, base, report)
     except MalformedFile as problem:
         report.refuse(str(problem))
-    return load(name, config, weights, base, max_rank=max_rank, report=report)
+    return check(name, config, weights, base, max_rank=max_rank, report=report)
 
 
 def _open_weights(
