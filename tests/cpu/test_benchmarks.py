@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import bench_adapter_churn
+from benchmarks import bench_adapter_churn, bench_moe_lora_op
 from benchmarks.bench_step import decode_plan
 from benchmarks.llama import add_adapters
+from benchmarks.workloads import BASE
 
 from loramux import LLM, SamplingParams
 from loramux.testing import tiny_model
@@ -56,3 +58,17 @@ def test_parts_of_a_step_are_told_apart() -> None:
     assert [(s.start, len(s.block_table)) for s in plan.sequences] == [(20, 2)] * 3
     blocks = [block for s in plan.sequences for block in s.block_table]
     assert len(blocks) == len(set(blocks))
+
+
+def test_the_experts_that_are_timed_are_right() -> None:
+    """As far as the interpreter rounds to bfloat16, which it does by cutting off."""
+    sizes = Namespace(experts=4, hidden=32, size=24, top_k=2, layers=2, rank=8)
+    layers = bench_moe_lora_op.Layers(torch.device("cpu"), sizes, num_slots=2, max_tokens=8)
+    layers.arena *= 10
+    (index, _), weights = layers.chosen(6)
+    x = torch.randn(6, 32).bfloat16()
+    for slots in ([BASE] * 6, [0, 1, BASE, 1, 1, 0]):
+        experts = bench_moe_lora_op.begin(layers, slots, rank=8)
+        error = bench_moe_lora_op.relative_error(layers, experts, slots, x, index, weights)
+        assert error < 0.05
+    assert bench_moe_lora_op.floor_microseconds(layers, slots, index, 8) > 0

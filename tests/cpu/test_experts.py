@@ -21,7 +21,8 @@ from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.inspected import ReferenceBase
 from loramux.adapters.inspection import inspect_adapter
 from loramux.adapters.loaded import LoadedAdapter
-from loramux.errors import AdapterRefused
+from loramux.errors import AdapterRefused, ModelNotServable
+from loramux.lora.experts import AdaptedExperts
 from loramux.lora.weights import packed_bytes
 from loramux.model.blueprint import draw
 from loramux.model.merge import fold
@@ -131,10 +132,17 @@ def trained_by_peft(model: PreTrainedModel, config: LoraConfig, folder: Path) ->
     return PeftModel.from_pretrained(copy.deepcopy(model), str(folder)).eval()
 
 
-def ask(llm: LLM, names: Sequence[str | None]) -> list[RequestOutput]:
-    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=0)
-    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(names))]
-    return llm.generate(prompts, params, adapter=list(names))
+def ask(
+    llm: LLM,
+    names: Sequence[str | None],
+    *,
+    prompts: Sequence[list[int]] = PROMPTS,
+    max_tokens: int = 10,
+) -> list[RequestOutput]:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0)
+    return llm.generate(
+        [prompts[i % len(prompts)] for i in range(len(names))], params, adapter=list(names)
+    )
 
 
 def check(outputs: Sequence[RequestOutput], models: Mapping[str | None, torch.nn.Module]) -> None:
@@ -232,11 +240,16 @@ def test_a_magnitude_of_an_expert_counts(tmp_path: Path) -> None:
     check(ask(llm, ["dora"] * 4), {"dora": merged})
 
 
-def test_a_router_may_send_tokens_elsewhere(tmp_path: Path) -> None:
-    model = build("Qwen3MoeConfig")
-    weights = {
-        f"model.layers.{i}.mlp.gate": drawn((HIDDEN, EXPERTS), 2, seed=i) for i in range(2)
-    } | per_expert(model, ("up_proj",), (0,), (2,))
+def on_routers(model: PreTrainedModel) -> Weights:
+    """Deltas on the router of every layer that has experts."""
+    names = [name.replace(".experts", ".gate") for name in experts_of(model)]
+    return {name: drawn((HIDDEN, EXPERTS), 2, seed) for seed, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "DeepseekV3Config"])
+def test_a_router_may_send_tokens_elsewhere(family: str, tmp_path: Path) -> None:
+    model = build(family)
+    weights = {**on_routers(model), **per_expert(model, ("up_proj",), (0,), (2,))}
     write(tmp_path / "router", weights)
     expected, base = with_deltas(model, weights), copy.deepcopy(model)
     llm = LLM.over(assemble_tiny(model), {"router": str(tmp_path / "router")})
@@ -265,6 +278,20 @@ def test_base_rows_keep_every_bit_beside_experts(tmp_path: Path) -> None:
 
 def _likelihoods(output: RequestOutput) -> list[float]:
     return [entry.logprob for entry in output.completions[0].logprobs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_that_compute_something_else_are_found_at_start(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = AdaptedExperts.__call__
+
+    def swapped(self: AdaptedExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return right(self, x, index.flip(-1), weights)
+
+    monkeypatch.setattr(AdaptedExperts, "__call__", swapped)
+    with pytest.raises(ModelNotServable, match="experts"):
+        assemble_tiny(build(family))
 
 
 # Refused ----------------------------------------------------------------------------------------

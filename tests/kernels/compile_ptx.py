@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import triton
@@ -37,15 +38,17 @@ def compile_kernel(
     *,
     capability: int = 90,
     dtype: str = "bf16",
+    types: Mapping[str, str] = TYPES,
+    aligned: Sequence[str] = ALIGNED,
 ) -> Any:
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
         signature={
-            n: "constexpr" if n in constants else TYPES[n].replace("bf16", dtype) for n in names
+            n: "constexpr" if n in constants else types[n].replace("bf16", dtype) for n in names
         },
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in ALIGNED},
+        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in aligned},
     )
     options = {"num_warps": warps, "num_stages": stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from loramux import LLM, SamplingParams
-from loramux.config import EngineOptions, ModelOptions, SchedulerOptions, StepLimits
-from loramux.lora.segments import padded_rows
-from loramux.model.anatomy import Anatomy
-from loramux.model.load import BaseModel
-from loramux.ops.triton_lora import TritonOps
-from loramux.worker.backends import Backends, choose_backends
+from loramux.config import EngineOptions, ModelOptions, SchedulerOptions
 from tests.golden.load import BASE, Golden
+from tests.kernels.backends import called_backends
 
 TOLERANCE = 1e-3
 NEW_TOKENS = 24 if torch.cuda.is_available() else 4  # the interpreter is slow
-
-
-def triton_backends(
-    model: BaseModel, anatomy: Anatomy, limits: StepLimits, options: EngineOptions
-) -> Backends:
-    ops = TritonOps(
-        padded_rows=padded_rows(options.adapters.max_loras, limits.max_step_tokens),
-        max_rank=64,
-        device=model.model.device,
-    )
-    chosen = choose_backends(model, anatomy, limits, options)
-    return replace(chosen, ops=ops)
 
 
 def test_all_adapters_mixed_answer_as_peft_does(
@@ -39,7 +22,7 @@ def test_all_adapters_mixed_answer_as_peft_does(
     tiny_golden: Golden,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("loramux.engine.build.choose_backends", triton_backends)
+    monkeypatch.setattr("loramux.engine.build.choose_backends", called_backends)
     llm = LLM(
         str(tiny_base),
         adapters={name: str(path) for name, path in tiny_adapters.items()},

@@ -11,11 +11,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.adapter_files import REPOSITORY
 from tests.kernels.compile_ptx import SEGMENTS
 
 SITES = {
@@ -45,16 +45,17 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The kernels, compiled in a process without the interpreter."""
     names = SITES if request.config.getoption("--all") else SAMPLED
     wanted = {"sites": {name: SITES[name] for name in names}, "ranks": RANKS}
-    return _said_by("compile_ptx.py", json.dumps(wanted))
+    return _said_by("compile_ptx", json.dumps(wanted))
 
 
 def _said_by(script: str, argument: str) -> dict[str, Any]:
     """What a neighbouring script prints, run without the interpreter."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name(script)), argument],
+        [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{script}", argument],
         capture_output=True,
         text=True,
         check=False,
+        cwd=REPOSITORY,
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
     )
     assert done.returncode == 0, done.stderr
@@ -87,10 +88,41 @@ def test_the_default_tiles_fit_a_small_gpu_even_in_float32(
     assert compiled["shared"][f"{rows} {rank} {few}"] <= SMALL_GPU_SHARED
 
 
+EXPERTS = {"experts": 128, "top_k": 8, "hidden": 2048, "size": 768}
+"""Of Qwen3-30B-A3B."""
+STEPS = [64, 8192]
+"""Tokens: few for each expert, and many."""
+
+
+@pytest.fixture(scope="module")
+def compiled_experts() -> dict[str, dict[str, Any]]:
+    """The kernels of experts by name, tokens of the step and dtype."""
+    return _said_by("compile_experts", json.dumps(EXPERTS | {"tokens": STEPS, "rank": 16}))
+
+
+@pytest.mark.parametrize("tokens", STEPS)
+@pytest.mark.parametrize("kernel", ["product", "gate", "combine"])
+def test_experts_are_never_read_two_bytes_at_a_time(
+    compiled_experts: dict[str, dict[str, Any]], kernel: str, tokens: int
+) -> None:
+    text = compiled_experts[f"{kernel} {tokens} bf16"]["ptx"]
+    gains = 2 if kernel == "gate" else 0  # of gate and up, one of DoRA's for each thread
+    assert len(NARROW.findall(text)) <= gains
+    assert not NARROW_COPY.findall(text)
+    assert len(SCALAR.findall(text)) <= MAX_SCALARS
+    assert WIDE.search(text)
+
+
+def test_the_experts_tiles_fit_a_small_gpu_even_in_float32(
+    compiled_experts: dict[str, dict[str, Any]],
+) -> None:
+    assert max(found["shared"] for found in compiled_experts.values()) <= SMALL_GPU_SHARED
+
+
 @pytest.fixture(scope="module")
 def compiled_sampling() -> dict[str, Any]:
     """The sampling kernel by the type of its scores, for Llama 3's vocabulary."""
-    return _said_by("compile_sampling.py", "128256")
+    return _said_by("compile_sampling", "128256")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

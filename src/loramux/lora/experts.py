@@ -7,11 +7,12 @@ from typing import Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from loramux.lora.layers import LoraContext
+from loramux.lora.layers import Form, LoraContext
 from loramux.lora.wrapper import Wrapper
 from loramux.ops.interface import Site, Slice
+from loramux.ops.layout import EXPERT_PARTS
+from loramux.ops.opaque import own_results, run_experts
 from loramux.ops.reference import ReferenceOps
 
 _MIN_ROWS = 8
@@ -44,7 +45,7 @@ class AdaptedExperts:
         self._context = context
         self._ops = ReferenceOps()
         num_experts, hidden, size = self._experts.down_proj.shape
-        rows = range(first, first + 3 * num_experts, 3)
+        rows = range(first, first + EXPERT_PARTS * num_experts, EXPERT_PARTS)
         self._into = [
             Site((Slice(row, 0, size), Slice(row + 1, size, size)), hidden, None) for row in rows
         ]
@@ -109,20 +110,60 @@ def _runs(slots: Tensor, base: int) -> list[tuple[int, slice]]:
     return found
 
 
+class GroupedExperts(nn.Module):
+    """The same by kernels over all experts, for an op that has such (``LoraOps.experts``).
+
+    All that is particular to one layer is a tensor, so that layers share their compilation.
+    """
+
+    def __init__(
+        self, experts: nn.Module, first: int, context: LoraContext, activation: str
+    ) -> None:
+        """``first`` as for AdaptedExperts; ``activation``: the gate's, as the kernels call it."""
+        super().__init__()
+        assert context.ops.experts is not None
+        weights = cast(Experts, experts)
+        table = context.tables.table[first : first + EXPERT_PARTS * len(weights.down_proj)]
+        self.register_buffer("gate_up", weights.gate_up_proj.detach(), persistent=False)
+        self.register_buffer("down", weights.down_proj.detach(), persistent=False)
+        self.register_buffer("arena", context.arena, persistent=False)
+        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("token_slot", context.routing.token_slot, persistent=False)
+        self.activation = activation
+        self.form = context.form
+        self.number = context.ops.experts
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """x ``[T, hidden]``, index and weights ``[T, k]`` -> ``[T, hidden]``."""
+        return run_experts(
+            x,
+            index,
+            weights,
+            self.gate_up,
+            self.down,
+            self.arena,
+            self.table,
+            self.token_slot,
+            self.activation,
+            self.form.value is not Form.NONE,
+            self.number,
+        )
+
+
 class AdaptedRouter(Wrapper):
     """A router whose weight an adapter may have its own of."""
 
-    def __init__(self, base: nn.Module, name: str, context: LoraContext) -> None:
+    def __init__(self, base: nn.Module, context: LoraContext, place: int) -> None:
+        """``place``: among the own parts."""
         super().__init__(base, context)
-        self.name = name
+        self.form = context.form
+        self.own = context.own.number
+        self.register_buffer("place", torch.tensor(place), persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x ``[T, hidden]`` -> what the base's router makes of it, of which all have T rows."""
+        """x ``[…, hidden]`` -> what the base's router makes of it, of which all have T rows."""
         results = self.base(x)
-        context = self.context
-        if context.own.active:
-            for rows, own in context.own.find(self.name, context.routing):
-                mine = functional_call(self.base, own.parameters, (x[rows],))
-                for result, part in zip(results, mine, strict=True):
-                    result[rows] = part
+        if self.form.own:
+            rows = x.reshape(-1, x.shape[-1])
+            results = tuple(own_results(list(results), rows, self.place, self.own))
         return results

@@ -150,3 +150,11 @@ class OwnParts:
             part = y[..., member.columns]
             for rows, own in self.find(member.name, self._routing):
                 part[rows] = own.result(member.base, x[rows], part[rows])
+
+    def change_all(self, place: int, results: Sequence[Tensor], x: Tensor) -> None:
+        """``change`` for one module that gives several tensors, each with a row for each token."""
+        [member] = self._places[place]
+        for rows, own in self.find(member.name, self._routing):
+            mine = functional_call(member.base, own.parameters, (x[rows],))
+            for result, part in zip(results, mine, strict=True):
+                result[rows] = part

@@ -106,8 +106,7 @@ def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
         dict(zip(names, shapes, strict=True)),
         recorder.layers,
         tuple(scaling),
-        # On a GPU they have no LoRA yet.
-        experts=find_experts(model) if model.device.type != "cuda" else {},
+        experts=find_experts(model, any_gate=model.device.type != "cuda"),
     )
     return Anatomy(
         attention=recorder.layers,

@@ -82,7 +82,7 @@ def _layout_by_names(base: BaseModel) -> BaseLayout:
     modules = {name: shape for name, shape in shapes.items() if shape is not None}
     modules |= {name: module_shape(end) for name, end in adaptable_ends(base.model).items()}
     norms = [name for name, module in base.model.named_modules() if could_be_norm(module)]
-    return layout_of(base, modules, {}, norms, experts=find_experts(base.model))
+    return layout_of(base, modules, {}, norms, experts=find_experts(base.model, any_gate=True))
 
 
 class StoredWeights:

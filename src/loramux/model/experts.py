@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from loramux.adapters.experts import (
     DOWN,
@@ -23,10 +25,21 @@ from loramux.adapters.spec import ExpertsShape, ModuleShape
 
 IMPLEMENTATION = "loramux"
 
+_ACTIVATIONS: dict[type, str] = {
+    nn.SiLU: "silu",
+    SiLUActivation: "silu",
+    GELUActivation: "gelu",
+    GELUTanh: "gelu_tanh",
+}
 
-def find_experts(model: PreTrainedModel) -> dict[str, ExpertsShape]:
+
+def find_experts(model: PreTrainedModel, *, any_gate: bool) -> dict[str, ExpertsShape]:
     """Modules with the experts of a layer, of the one kind that can take LoRA: gated, without
-    biases, gate before up, each weight ``[out, in]``."""
+    biases, gate before up, each weight ``[out, in]``.
+
+    ``any_gate``: whatever joins gate and up will do, as in plain torch; else only what the kernels
+    know.
+    """
     found: dict[str, ExpertsShape] = {}
     for name, module in model.named_modules():
         gate_up = getattr(module, GATE_UP_PARAMETER, None)
@@ -39,9 +52,10 @@ def find_experts(model: PreTrainedModel) -> dict[str, ExpertsShape]:
             and getattr(interface, "is_concatenated", False)
             and not getattr(interface, "is_transposed", True)
             and not getattr(interface, "has_bias", True)
-            and not getattr(interface, "has_post_expert_norm", True)
+            and not getattr(interface, "has_post_expert_norm", False)
         )
-        if usual and gate_up.dim() == 3:
+        known = any_gate or (usual and activation_of(module) is not None)
+        if usual and known and gate_up.dim() == 3:
             num_experts, hidden, intermediate = down.shape
             found[name] = ExpertsShape(num_experts, hidden, intermediate)
     return found
@@ -93,14 +107,37 @@ def expert_weight(model: nn.Module, name: str) -> Tensor:
 def use_adapted_experts(model: PreTrainedModel) -> None:
     """Have transformers call what ``adapt`` has put at each module of experts."""
     ALL_EXPERTS_FUNCTIONS[IMPLEMENTATION] = _call_adapted
-    model.config._experts_implementation = IMPLEMENTATION
-    model.config.get_text_config()._experts_implementation = IMPLEMENTATION
+    _use(model, IMPLEMENTATION)
 
 
-def adapt(experts: nn.Module, compute: object) -> None:
+@contextmanager
+def transformers_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Have transformers compute experts itself for a while, as plainly as it can."""
+    before = model.config._experts_implementation
+    _use(model, "eager")
+    try:
+        yield
+    finally:
+        _use(model, before)
+
+
+def _use(model: PreTrainedModel, implementation: str | None) -> None:
+    model.config._experts_implementation = implementation
+    model.config.get_text_config()._experts_implementation = implementation
+
+
+def adapt(experts: nn.Module, compute: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """``compute``: (x ``[T, hidden]``, experts ``[T, k]``, their weights ``[T, k]``) -> ``[T,
     hidden]``."""
-    object.__setattr__(experts, "_loramux", compute)
+    experts._loramux = compute  # type: ignore[assignment]
+
+
+def activation_of(experts: nn.Module) -> str | None:
+    """What the gate goes through, as ``ops.expert_kernels`` calls it; None for anything unusual."""
+    interface: Any = experts
+    if type(experts)._apply_gate is not _default_apply_gate:  # type: ignore[attr-defined]
+        return None
+    return _ACTIVATIONS.get(type(interface.act_fn))
 
 
 def _call_adapted(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:

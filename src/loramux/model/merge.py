@@ -52,7 +52,7 @@ def fold(model: PreTrainedModel, adapter: LoadedAdapter, name: str) -> None:
     report = Report()
     refuse_leftovers(adapter, report)
     owners = _owners(model)
-    experts = find_experts(model)
+    experts = find_experts(model, any_gate=True)
     with torch.no_grad():
         for module, deltas in adapter.spec.by_module().items():
             if holder_of(module) in experts:

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from loramux.adapters.experts import PARTS, expert_part
 from loramux.lora.ends import AdaptedEmbedding, AdaptedHead, AdaptedNorm
-from loramux.lora.experts import AdaptedExperts, AdaptedRouter
+from loramux.lora.experts import AdaptedExperts, AdaptedRouter, GroupedExperts
 from loramux.lora.layers import CompiledLoraLinear, LoraContext, LoraLinear
 from loramux.lora.own import Member
 from loramux.model.anatomy import Anatomy, embedding_scale, linear_weight
-from loramux.model.experts import adapt, use_adapted_experts
+from loramux.model.experts import activation_of, adapt, use_adapted_experts
 from loramux.model.fusion import FirstMember, OtherMember, fuse, lay_out_for_cpu
 from loramux.ops.interface import Site, Slice
 
@@ -80,9 +80,17 @@ def _insert_experts(model: nn.Module, anatomy: Anatomy, context: LoraContext) ->
     rows = anatomy.modules.index
     for name in anatomy.layout.experts:
         experts = model.get_submodule(name)
-        adapt(experts, AdaptedExperts(experts, rows[expert_part(name, 0, PARTS[0])], context))
+        first = rows[expert_part(name, 0, PARTS[0])]
+        if context.ops.experts is None:
+            adapt(experts, AdaptedExperts(experts, first, context))
+        else:
+            activation = activation_of(experts)
+            assert activation is not None, "the examination leaves out what the kernels lack"
+            adapt(experts, GroupedExperts(experts, first, context, activation))
     for name in anatomy.layout.routers:
-        _replace(model, name, AdaptedRouter(model.get_submodule(name), name, context))
+        router = model.get_submodule(name)
+        place = context.own.add_place(Member(name, router))
+        _replace(model, name, AdaptedRouter(router, context, place))
     if anatomy.layout.experts:
         use_adapted_experts(cast(PreTrainedModel, model))
 

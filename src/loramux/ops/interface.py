@@ -102,6 +102,12 @@ class LoraOps(Protocol):
 
     name: str
 
+    @property
+    def experts(self) -> int | None:
+        """The number by which ``ops.opaque`` finds kernels for a mixture's experts; None: there
+        are none, and experts are computed one after the other."""
+        ...
+
     def begin_step(self, max_rank: int, *, few: bool) -> None:
         """Say how large the ranks of the next step's adapters are, and whether these are few."""
         ...

@@ -29,3 +29,6 @@ OFFSET_A, OFFSET_B, OFFSET_G, RANK = range(4)
 RECORD = 4
 NO_GAIN = 0
 """No g can start there, because an adapter's A and B stand before it."""
+
+EXPERT_PARTS = 3
+"""Rows of the tables for each expert, one after another: gate, up, down."""

@@ -7,6 +7,7 @@ out by a number. The numbers are given here; a backend that nobody holds any mor
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -35,15 +36,37 @@ class AddsLora(Protocol):
     ) -> Tensor: ...
 
 
+class RunsExperts(Protocol):
+    """Carries out ``run_experts``."""
+
+    def run_experts(
+        self,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        arena: Tensor,
+        table: Tensor,
+        token_slot: Tensor,
+        activation: str,
+        *,
+        lora: bool,
+    ) -> Tensor: ...
+
+
 class ChangesRows(Protocol):
-    """Carries out ``own_rows``."""
+    """Carries out ``own_rows`` and ``own_results``."""
 
     def change(self, place: int, y: Tensor, x: Tensor) -> None: ...
+
+    def change_all(self, place: int, results: Sequence[Tensor], x: Tensor) -> None: ...
 
 
 _numbers = itertools.count()
 _attention: WeakValueDictionary[int, Attends] = WeakValueDictionary()
 _lora: WeakValueDictionary[int, AddsLora] = WeakValueDictionary()
+_experts: WeakValueDictionary[int, RunsExperts] = WeakValueDictionary()
 _own: WeakValueDictionary[int, ChangesRows] = WeakValueDictionary()
 
 
@@ -61,8 +84,15 @@ def register_lora(ops: AddsLora) -> int:
     return number
 
 
+def register_experts(experts: RunsExperts) -> int:
+    """The number by which ``run_experts`` finds them."""
+    number = next(_numbers)
+    _experts[number] = experts
+    return number
+
+
 def register_own(parts: ChangesRows) -> int:
-    """The number by which ``own_rows`` finds them."""
+    """The number by which ``own_rows`` and ``own_results`` find them."""
     number = next(_numbers)
     _own[number] = parts
     return number
@@ -85,6 +115,11 @@ _LIBRARY.define(
     "lora_in_place(Tensor x, Tensor weight, Tensor? bias, Tensor table, int[] sizes, int ops)"
     " -> Tensor"
 )
+_LIBRARY.define(
+    "run_experts(Tensor x, Tensor index, Tensor weights, Tensor gate_up, Tensor down, Tensor arena,"
+    " Tensor table, Tensor token_slot, str activation, bool lora, int experts) -> Tensor"
+)
+_LIBRARY.define("own_results(Tensor[] results, Tensor x, Tensor place, int parts) -> Tensor[]")
 _LIBRARY.define("own_rows(Tensor y, Tensor x, Tensor place, int parts) -> Tensor")
 
 
@@ -133,6 +168,50 @@ def _in_place_shape(
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+def _run_experts(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    token_slot: Tensor,
+    activation: str,
+    lora: bool,
+    experts: int,
+) -> Tensor:
+    return _experts[experts].run_experts(
+        x, index, weights, gate_up, down, arena, table, token_slot, activation, lora=lora
+    )
+
+
+def _run_experts_shape(
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    arena: Tensor,
+    table: Tensor,
+    token_slot: Tensor,
+    activation: str,
+    lora: bool,
+    experts: int,
+) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _own_results(results: list[Tensor], x: Tensor, place: Tensor, parts: int) -> list[Tensor]:
+    changed = [result.clone() for result in results]
+    _own[parts].change_all(int(place), changed, x)
+    return changed
+
+
+def _own_results_shape(results: list[Tensor], x: Tensor, place: Tensor, parts: int) -> list[Tensor]:
+    return [torch.empty_like(result) for result in results]
+
+
 def _own_rows(y: Tensor, x: Tensor, place: Tensor, parts: int) -> Tensor:
     changed = y.clone()
     _own[parts].change(int(place), changed, x)
@@ -148,7 +227,9 @@ for _name, _run, _shape in (
     ("linear", _linear, _linear_shape),
     ("lora_beside", _beside, _beside_shape),
     ("lora_in_place", _in_place, _in_place_shape),
+    ("run_experts", _run_experts, _run_experts_shape),
     ("own_rows", _own_rows, _own_rows_shape),
+    ("own_results", _own_results, _own_results_shape),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"loramux::{_name}", _shape, lib=_LIBRARY)
@@ -162,6 +243,11 @@ lora_beside = torch.ops.loramux.lora_beside.default
 """x ``[T, in]`` -> the base's y ``[T, out]`` and the delta ``[T, out]`` to be added to it."""
 lora_in_place = torch.ops.loramux.lora_in_place.default
 """x ``[T, in]`` -> y ``[T, out]`` with the delta in it."""
+run_experts = torch.ops.loramux.run_experts.default
+"""x ``[T, hidden]``, the router's experts and weights ``[T, k]`` -> ``[T, hidden]``; the rest as
+``TritonExperts.run_experts`` has it."""
+own_results = torch.ops.loramux.own_results.default
+"""``own_rows`` for a module that gives several tensors of T rows each."""
 own_rows = torch.ops.loramux.own_rows.default
 """y and x ``[T, …]`` -> y with other values in the rows of adapters that have parts of their own.
 ``place``, an int64 on the CPU, says which modules it is about."""

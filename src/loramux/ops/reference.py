@@ -30,6 +30,7 @@ class ReferenceOps:
     """
 
     name = "reference"
+    experts = None
 
     def __init__(self) -> None:
         # Making three views costs as much as a small product, so they are kept while the slot

@@ -234,7 +234,7 @@ def _expand_group(
     plane_size = plane_rows.to(tl.int64) * plane_ranks
     if ONE_BLOCK:
         ranks = tl.arange(0, BLOCK_R)
-        h = _sum_planes(
+        h = sum_planes(
             h_rows, plane_size, row_mask, ranks, PART, NUM_SLICES, SPLIT_K, BLOCK_M, BLOCK_R
         ).to(DOT)
         # Tile after tile by one block: where and what its rows are is found once, and the next
@@ -257,7 +257,7 @@ def _expand_group(
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for rank_start in range(0, r, BLOCK_R):
                 ranks = rank_start + tl.arange(0, BLOCK_R)
-                h = _sum_planes(
+                h = sum_planes(
                     h_rows, plane_size, row_mask, ranks, PART, NUM_SLICES, SPLIT_K, BLOCK_M, BLOCK_R
                 )  # fmt: skip
                 b_tile = tl.load(
@@ -273,7 +273,7 @@ def _expand_group(
 
 
 @triton.jit
-def _sum_planes(
+def sum_planes(
     h_rows,
     plane_size,
     row_mask,

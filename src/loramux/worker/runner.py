@@ -87,8 +87,11 @@ class CompiledOps(LoraOps, Protocol):
 
     number: int
     """By which ``ops.opaque`` finds it."""
-    rank_buckets: tuple[int, ...]
-    """Largest ranks that launches can be made for."""
+
+    @property
+    def rank_buckets(self) -> tuple[int, ...]:
+        """Largest ranks that launches can be made for."""
+        ...
 
     def bind(self, arena: Tensor, routing: Routing) -> None: ...
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from loramux.errors import ModelNotServable
 from loramux.model.attention_seam import IMPLEMENTATION, AttentionSeam
+from loramux.model.experts import transformers_experts
 from loramux.model.load import BaseModel
 from loramux.plan import SequenceStep, StepPlan
 from loramux.types import RequestId, Slot
@@ -56,9 +57,10 @@ def self_check(
         if not difference <= _TOLERANCE[base.dtype]:  # also when it is NaN
             raise ModelNotServable(
                 base.name,
-                "served with paged attention its logits differ from transformers' own by "
-                f"{difference:.3g} standard deviations: the architecture treats attention or "
-                "positions in a way that is not supported (--no-self-check serves it all the same)",
+                "as it is served here its logits differ from transformers' own by "
+                f"{difference:.3g} standard deviations: the architecture treats attention, "
+                "positions or experts in a way that is not supported (--no-self-check serves it "
+                "all the same)",
             )
         worst = max(worst, difference)
     return worst
@@ -118,7 +120,7 @@ def _plain_logits(base: BaseModel, seam: AttentionSeam, tokens: list[int]) -> Te
     seam.use("eager")
     try:
         # As transformers runs it, and layers that are compiled are not compiled for this once.
-        with torch.compiler.set_stance("force_eager"):
+        with transformers_experts(base.model), torch.compiler.set_stance("force_eager"):
             return base.model(
                 input_ids=torch.tensor([tokens], device=base.model.device), use_cache=False
             ).logits[0]

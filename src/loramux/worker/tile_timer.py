@@ -25,9 +25,10 @@ from loramux.lora.slots import SlotTables
 from loramux.lora.weights import block_bytes, plain_placements
 from loramux.ops.interface import Site, Slice
 from loramux.ops.layout import ALIGN_BYTES
+from loramux.ops.lora_launches import Launch, compile_kernel, run_kernel
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.tiles import FEW_ADAPTERS, LONG_FROM, FixedTiles, Tiles
-from loramux.ops.triton_lora import Launch, TritonOps, compile_kernel, run_kernel
+from loramux.ops.triton_lora import TritonOps
 from loramux.ops.tuning import Shape
 from loramux.types import Slot
 from loramux.worker.capture import added_microseconds, capture, rehearse

@@ -59,7 +59,7 @@ class ModuleNames:
         if (words := never_served(path)) is not None:
             return words
         if _EXPERT.search(path):
-            return "no such expert can take LoRA here (on a GPU LoRA on experts is not served yet)"
+            return "no such expert can take LoRA on this base"
         if _ROUTER.search(path):
             return "LoRA on the router (gate) of a mixture of experts is not served on this base"
         if path in self._base.other_modules:
