@@ -82,7 +82,9 @@ class AdapterOptions:
     max_loras: int = option(8, "slots: distinct adapters in one step")
     device_cache: str | None = option(
         None,
-        "bytes for adapter weights, such as 2GiB; default: max_loras adapters of rank 64",
+        "bytes for adapter weights, such as 2GiB; default: max_loras adapters of rank 64 on all "
+        "linears, or as large as the largest that is known at start, in at most half of the memory "
+        "that is free",
     )
     host_cache: str | None = option(
         None,

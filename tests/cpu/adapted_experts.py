@@ -24,7 +24,7 @@ from loramux.lora.segments import padded_rows
 from loramux.lora.slots import SlotTables
 from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy, ModuleTable, pack
-from loramux.model.experts import ExpertWeight
+from loramux.model.experts import projection
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.triton_lora import TritonOps
 from loramux.types import Slot
@@ -170,7 +170,7 @@ class ExpertsLayer:
 
     def _base_weight(self, module: int) -> Tensor:
         expert, part = divmod(module - 1, len(PARTS))
-        return ExpertWeight(self.module, SHAPE, expert, PARTS[part]).weight.cpu()
+        return projection(self.module, expert, PARTS[part]).cpu()
 
     def run(self, slots: Sequence[int], rows: Rows) -> Tensor:
         """``[T, hidden]`` of rows whose adapters are in these slots; ``num_slots`` is the base."""
@@ -193,7 +193,7 @@ class ExpertsLayer:
 
     def _project(self, slot: int, place: Place, x: Tensor) -> Tensor:
         expert, part = place
-        weight = ExpertWeight(self.module, SHAPE, expert, part).weight.cpu().double()
+        weight = projection(self.module, expert, part).cpu().double()
         adapter = self._adapters.get(slot)
         pair = None if adapter is None else adapter.pairs.get(place)
         if adapter is None or pair is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -33,6 +34,8 @@ def assemble_tiny(
     device_cache: str | None = None,
     host_cache: str | None = None,
     lora_target_modules: str | None = None,
+    adapters: Mapping[str, str] | None = None,
+    registry: Registry | None = None,
     runs_ahead: bool = False,
     prefix_cache: bool = True,
 ) -> Parts:
@@ -57,6 +60,8 @@ def assemble_tiny(
         word_tokenizer(vocab_size),
         options,
         "tiny",
+        adapters=adapters,
+        registry=registry,
         runs_ahead=runs_ahead,
     )
 

@@ -18,12 +18,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loramux import LLM, SamplingParams
 from loramux.adapters.formats.reader import read_adapter
+from loramux.adapters.inspected import ReferenceBase
+from loramux.adapters.inspection import inspect_adapter
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.errors import AdapterRefused, ModelNotServable
 from loramux.lora.experts import AdaptedExperts
 from loramux.lora.weights import packed_bytes
 from loramux.model.blueprint import draw
 from loramux.model.merge import fold
+from loramux.ops.layout import pad
 from loramux.types import RequestOutput
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.test_own_values import save
@@ -406,6 +409,22 @@ def test_a_parameter_of_other_sizes_is_refused(
     assert words in refusal(tmp_path, {name: pair}, rank_pattern={})
 
 
+def test_experts_that_all_lack_a_or_b_would_change_nothing(tmp_path: Path) -> None:
+    """Each of the two tensors is not zero, but no expert has anything in both."""
+    a, b = stacked(4, SIZE, HIDDEN)
+    a[4:], b[:, 0::EXPERTS] = 0, 0
+    reason = refusal(tmp_path, {"model.layers.0.mlp.experts": (a, b)}, rank_pattern={})
+    assert "change nothing" in reason
+
+
+def test_a_parameter_that_is_not_finite_is_named_as_the_file_does(tmp_path: Path) -> None:
+    a, b = stacked(4, SIZE, HIDDEN)
+    b[3, 7] = torch.nan
+    reason = refusal(tmp_path, {"model.layers.0.mlp.experts": (a, b)}, rank_pattern={})
+    assert reason.count("mlp.experts.lora_B.weight") == 1
+    assert "not finite" in reason
+
+
 def test_an_expert_that_changes_twice_is_refused(tmp_path: Path) -> None:
     experts = "model.layers.0.mlp.experts"
     weights = {
@@ -454,16 +473,48 @@ def test_experts_and_routers_can_be_merged_into_a_checkpoint(family: str, tmp_pa
         assert torch.allclose(tensor, expected[name], atol=1e-6), name
 
 
-def test_experts_that_an_adapter_lacks_take_no_memory(tmp_path: Path) -> None:
+def packed(rank: int, inside: int, out: int) -> int:
+    """Bytes of one projection in float32."""
+    return 4 * (rank * pad(inside) + out * pad(rank))
+
+
+@pytest.mark.parametrize(
+    ("experts", "leaves", "rank"),
+    [
+        (range(EXPERTS), ("gate_proj", "up_proj", "down_proj"), 8),
+        ((2,), ("up_proj",), 8),
+        ((0, 3), ("up_proj", "down_proj"), 3),
+    ],
+    ids=["all", "one", "some"],
+)
+def test_every_tier_and_inspect_count_what_an_adapter_has_and_no_more(
+    experts: Sequence[int], leaves: Sequence[str], rank: int, tmp_path: Path
+) -> None:
     model = build("Qwen3MoeConfig")
-    for name, experts in (("one", (2,)), ("all", range(EXPERTS))):
-        write(tmp_path / name, per_expert(model, ("up_proj",), experts, (8,)))
-    layout = assemble_tiny(copy.deepcopy(model)).worker.layout
-    one, everyone = (
-        packed_bytes(loaded(tmp_path / name, model).spec, layout, torch.float32)
-        for name in ("one", "all")
-    )
-    assert everyone == EXPERTS * one
+    num_layers = len(experts_of(model))
+    write(tmp_path / "a", per_expert(model, leaves, experts, (rank,)))
+    sizes = {
+        "gate_proj": packed(rank, HIDDEN, SIZE),
+        "up_proj": packed(rank, HIDDEN, SIZE),
+        "down_proj": packed(rank, SIZE, HIDDEN),
+    }
+    expected = num_layers * len(experts) * sum(sizes[leaf] for leaf in leaves)
+    parts = assemble_tiny(model, device_cache="1MiB")
+    llm = LLM.over(parts, {"a": str(tmp_path / "a")})
+    ask(llm, ["a"])
+    [info] = llm.adapters()
+    stats = parts.core.stats()
+    assert (info.tier, info.num_bytes) == ("slot", expected)
+    assert (stats.host_bytes, stats.host_adapters) == (expected, 1)
+    for base in (None, ReferenceBase(parts.worker.layout, "float32", lambda _: None)):
+        found = inspect_adapter(
+            tmp_path / "a",
+            base,
+            max_rank=8,
+            packed_bytes=lambda spec, layout, _: packed_bytes(spec, layout, torch.float32),
+        )
+        assert found.bytes.block == expected
+        assert len(found.modules) == num_layers * len(experts) * len(leaves)
 
 
 def test_a_base_without_weights_has_the_same_experts(tmp_path: Path) -> None:

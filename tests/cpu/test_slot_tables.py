@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from loramux.lora.placements import Placement, Placements
 from loramux.lora.slots import SlotTables
-from loramux.lora.weights import Placement
-from loramux.ops.layout import OFFSET_A, OFFSET_B, OFFSET_G, RANK
+from loramux.ops.layout import NO_GAIN, OFFSET_A, OFFSET_B, OFFSET_G, RANK
 from loramux.types import Slot
 
 FIELDS = {"offset_a": OFFSET_A, "offset_b": OFFSET_B, "offset_g": OFFSET_G, "rank": RANK}
 
-PLACES = (
-    Placement(module=0, rank=4, offset_a=0, offset_b=10),
-    Placement(module=2, rank=9, offset_a=30, offset_b=40, offset_g=50, has_gain=True),
-)
+PLAIN = Placement(module=0, offset_a=0, offset_b=10, offset_g=NO_GAIN, rank=4)
+DORA = Placement(module=2, offset_a=30, offset_b=40, offset_g=50, rank=9)
+PLACES = Placements.of([PLAIN, DORA])
 
 
 def tables() -> SlotTables:
@@ -48,7 +47,7 @@ def test_a_column_holds_ranks_and_offsets_from_the_start_of_its_block() -> None:
 def test_nothing_of_an_earlier_adapter_is_left_in_a_column() -> None:
     t = tables()
     t.set(Slot(0), PLACES, start=100)
-    t.set(Slot(0), PLACES[:1], start=7)
+    t.set(Slot(0), Placements.of([PLAIN]), start=7)
     t.flush()
     assert column(t, 0)["rank"] == [4, 0, 0]
     assert column(t, 0)["offset_a"] == [7, 0, 0]
@@ -85,6 +84,32 @@ def test_host_and_device_agree_after_flush() -> None:
     assert np.array_equal(t.table.numpy(), t.host)
 
 
+def test_a_flush_leaves_columns_alone_that_have_not_changed() -> None:
+    t = tables()
+    t.set(Slot(0), PLACES, start=100)
+    t.flush()
+    t.table[:, 0] = 7
+    t.set(Slot(1), PLACES, start=200)
+    t.flush()
+    assert t.table[:, 0].eq(7).all()
+    assert column(t, 1)["rank"] == [4, 0, 9]
+    t.flush()
+    assert t.table[:, 0].eq(7).all()
+
+
+def test_a_column_of_many_modules_can_be_given_in_any_order() -> None:
+    t = SlotTables(num_modules=40, num_slots=1, device=torch.device("cpu"))
+    modules = [31, 4, 17, 0, 39]
+    places = [Placement(m, 10 * m, 10 * m + 5, NO_GAIN, rank=1 + m) for m in modules]
+    t.set(Slot(0), Placements.of(places), start=1000)
+    t.flush()
+    expected = torch.zeros(40, 4, dtype=torch.int64)
+    for m in modules:
+        expected[m] = torch.tensor([1000 + 10 * m, 1005 + 10 * m, NO_GAIN, 1 + m])
+    assert torch.equal(t.table[:, 0], expected)
+    assert t.max_rank == [40, 0]
+
+
 def test_addresses_never_change() -> None:
     t = tables()
     before = t.table.data_ptr()
@@ -117,7 +142,7 @@ def test_version_grows_with_every_change_of_a_column_and_of_no_other() -> None:
 def test_a_slot_tells_its_largest_rank_and_whether_it_has_dora() -> None:
     t = tables()
     t.set(Slot(0), PLACES, start=1)
-    t.set(Slot(1), PLACES[:1], start=9)
+    t.set(Slot(1), Placements.of([PLAIN]), start=9)
     assert (t.max_rank, t.has_gain) == ([9, 4, 0], [True, False, False])
     t.clear(Slot(0))
     assert (t.max_rank, t.has_gain) == ([0, 4, 0], [False, False, False])

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.spec import LoraSpec, ModuleDelta, ModuleShape
+from loramux.lora.placements import Placement
 from loramux.lora.weights import (
     HostCopy,
     ModuleTable,
-    Placement,
     block_bytes,
     dora_gain,
     pack,
     plain_placements,
 )
-from loramux.ops.layout import ALIGN_BYTES, pad
+from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
+from tests.cpu.placed import each_of
 
 SHAPES = {"q": ModuleShape(53, 41), "k": ModuleShape(64, 8), "v": ModuleShape(1, 3)}
 MODULES = ModuleTable(tuple(SHAPES), tuple(SHAPES.values()))
@@ -72,7 +73,7 @@ def parts(copy: HostCopy, place: Placement) -> tuple[Tensor, Tensor, Tensor]:
 @DTYPES
 def test_a_stands_in_the_block_as_it_is(dtype: torch.dtype) -> None:
     copy = packed(delta("q"), delta("k"), delta("v"), dtype=dtype)
-    for place in copy.placements:
+    for place in each_of(copy.placements):
         name, shape = MODULES.names[place.module], MODULES.shapes[place.module]
         a, _, _ = parts(copy, place)
         assert torch.equal(a[:, : shape.in_features], random_tensors()[f"{name}.a"].to(dtype))
@@ -82,14 +83,14 @@ def test_a_stands_in_the_block_as_it_is(dtype: torch.dtype) -> None:
 def test_b_holds_the_scale_multiplied_in_float32_and_rounded_once(dtype: torch.dtype) -> None:
     tensors = random_tensors(torch.bfloat16)
     copy = pack(LoraSpec((delta("q"),)), tensors, MODULES, dtype, base_weight)
-    _, b, _ = parts(copy, copy.placements[0])
+    _, b, _ = parts(copy, each_of(copy.placements)[0])
     assert torch.equal(b[:, : RANKS["q"]], (tensors["q.b"].float() * SCALE).to(dtype))
 
 
 @DTYPES
 def test_padding_is_zero(dtype: torch.dtype) -> None:
     copy = packed(delta("q", dora=True), delta("k", dora=True), delta("v", dora=True), dtype=dtype)
-    for place in copy.placements:
+    for place in each_of(copy.placements):
         shape = MODULES.shapes[place.module]
         a, b, g = parts(copy, place)
         assert not a[:, shape.in_features :].any()
@@ -103,10 +104,10 @@ def test_parts_fill_the_block_without_gap_or_overlap(dtype: torch.dtype, dora: b
     copy = packed(delta("v", dora=dora), delta("q"), delta("k", dora=dora), dtype=dtype)
     unit = ALIGN_BYTES // dtype.itemsize
     spans = []
-    for place in copy.placements:
+    for place in each_of(copy.placements):
         a, b, g = parts(copy, place)
         spans += [(place.offset_a, a.numel()), (place.offset_b, b.numel())]
-        spans += [(place.offset_g, g.numel())] if place.has_gain else []
+        spans += [(place.offset_g, g.numel())] if place.offset_g != NO_GAIN else []
     end = 0
     for offset, size in sorted(spans):
         assert offset * unit == end
@@ -116,14 +117,14 @@ def test_parts_fill_the_block_without_gap_or_overlap(dtype: torch.dtype, dora: b
 
 def test_every_part_starts_at_a_multiple_of_sixteen_bytes() -> None:
     copy = packed(delta("q", dora=True), delta("v", dora=True), dtype=torch.bfloat16)
-    for place in copy.placements:
+    for place in each_of(copy.placements):
         for part in parts(copy, place):
             assert (part.data_ptr() - copy.block.whole.data_ptr()) % 16 == 0
 
 
 def test_order_of_deltas_does_not_matter() -> None:
     one, other = packed(delta("q"), delta("v")), packed(delta("v"), delta("q"))
-    assert one.placements == other.placements
+    assert each_of(one.placements) == each_of(other.placements)
     assert torch.equal(one.block.whole, other.block.whole)
 
 
@@ -132,7 +133,7 @@ def test_gain_is_magnitude_by_the_norm_of_the_rows_of_the_adapted_weight() -> No
     tensors = {key: tensor.double() for key, tensor in random_tensors().items()}
     adapted = base_weight(0).double() + SCALE * tensors["q.b"] @ tensors["q.a"]
     wanted = tensors["q.m"] / adapted.square().sum(dim=1).sqrt()
-    _, _, g = parts(copy, copy.placements[0])
+    _, _, g = parts(copy, each_of(copy.placements)[0])
     torch.testing.assert_close(g[:41].double(), wanted, rtol=1e-5, atol=0)
 
 
@@ -164,7 +165,8 @@ def test_block_bytes_foretells_the_size_of_a_plain_adapter(dtype: torch.dtype) -
     tensors |= {d.b: torch.ones(SHAPES[d.module].out_features, 12) for d in deltas}
     copy = pack(LoraSpec(tuple(deltas)), tensors, MODULES, dtype, base_weight)
     assert copy.num_bytes == block_bytes(MODULES.shapes, 12, dtype)
-    assert copy.placements == plain_placements(dict(enumerate(MODULES.shapes)), 12, dtype)
+    foretold = plain_placements(dict(enumerate(MODULES.shapes)), 12, dtype)
+    assert each_of(copy.placements) == each_of(foretold)
     assert copy.max_rank == 12
 
 
@@ -193,12 +195,12 @@ def test_deltas_on_rows_of_one_module_are_stacked() -> None:
         of_rows("y", range(6, 8), rank=2, scale=-0.5),
     )
     copy = pack(LoraSpec(deltas), tensors, MODULES, torch.float32, base_weight)
-    (place,) = copy.placements
+    (place,) = each_of(copy.placements)
     a, b, _ = parts(copy, place)
     expected = torch.zeros(8, 8)
     expected[:5, :3] = 2.0 * tensors["x.b"]
     expected[6:, 3:5] = -0.5 * tensors["y.b"]
-    assert (place.rank, copy.max_rank, place.has_gain) == (5, 5, False)
+    assert (place.rank, copy.max_rank, place.offset_g) == (5, 5, NO_GAIN)
     assert torch.equal(a, torch.cat([tensors["x.a"], tensors["y.a"]]))
     assert torch.equal(b, expected)
 
@@ -210,7 +212,7 @@ def test_rows_without_a_magnitude_have_the_gain_one() -> None:
         of_rows("y", range(6, 8), rank=2, scale=-0.5),
     )
     copy = pack(LoraSpec(deltas), tensors, MODULES, torch.float32, base_weight)
-    _, _, g = parts(copy, copy.placements[0])
+    _, _, g = parts(copy, each_of(copy.placements)[0])
     adapted = base_weight(1)[:5].double() + 2.0 * tensors["x.b"].double() @ tensors["x.a"].double()
     torch.testing.assert_close(g[:5].double(), tensors["x.m"].double() / adapted.norm(dim=1))
     assert g[5:].tolist() == [1.0, 1.0, 1.0]
@@ -231,5 +233,5 @@ def test_one_b_can_feed_several_modules() -> None:
     cut = [ModuleDelta("k", 8, SCALE, "k.a", "k.b", stored_rows=(range(i, i + 8),)) for i in (0, 8)]
     for i, found in enumerate(cut):
         copy = pack(LoraSpec((found,)), tensors, MODULES, torch.float32, base_weight)
-        _, b, _ = parts(copy, copy.placements[0])
+        _, b, _ = parts(copy, each_of(copy.placements)[0])
         assert torch.equal(b, SCALE * tensors["k.b"][8 * i : 8 * i + 8])

@@ -16,6 +16,7 @@ from loramux.ops.layout import OFFSET_A, OFFSET_B, RANK
 from loramux.plan import PENDING_TOKEN, SequenceStep, SlotClear, StepPlan
 from loramux.testing import random_adapter
 from loramux.types import Slot
+from tests.cpu.placed import each_of
 from tests.cpu.served import ADAPTERS, BASE, TARGETS, Served, part
 
 PROMPT = [(37 * i + 11) % 160 for i in range(21)]
@@ -196,7 +197,7 @@ def test_moving_blocks_leaves_tables_and_weights_of_every_slot_right(
         assert isinstance(copy, HostCopy)
         start = store.start_of(Slot(slot))
         assert torch.equal(store.arena[start : start + copy.block.whole.numel()], copy.block.whole)
-        for placement in copy.placements:
+        for placement in each_of(copy.placements):
             record = tables.table[placement.module, slot]
             assert record[OFFSET_A] == start // store.unit + placement.offset_a
             assert record[OFFSET_B] == start // store.unit + placement.offset_b

@@ -27,9 +27,11 @@ _STACKED = {
     GATE_UP_PARAMETER: (GATE, UP),
 }
 _INSIDE = re.compile(r"((?:.+\.)?experts)\.(\d{1,9})\.(\w+)")
+_NEW_NAMES = {old: part for part, old in OLD_NAMES.items()}
+_OLD_PART = re.compile(rf"((?:^|.*\.)experts\.\d+\.)({'|'.join(_NEW_NAMES)})")
 _BLOCKS = ("mlp", "block_sparse_moe")
 """What the module that has the experts and the router is called, now and before."""
-_BLOCK = re.compile(rf"\.(?:{'|'.join(_BLOCKS)})\.(?=experts(?:\.|$)|gate$)")
+_BLOCK = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_BLOCKS)})\.(?=experts(?:\.|$)|gate$)")
 
 
 def expert_part(experts: str, expert: int, part: str) -> str:
@@ -68,12 +70,12 @@ def parts_in(leaf: str) -> tuple[str, ...]:
     return _STACKED.get(leaf, ())
 
 
-def other_spellings(name: str) -> Iterator[str]:
-    """Further names by which adapters may know a module in a mixture, its router or its experts."""
-    found = inside(name)
-    leaves = [name]
-    if found is not None and found.leaf in OLD_NAMES:
-        leaves.append(expert_part(found.experts, found.expert, OLD_NAMES[found.leaf]))
-    for leaf in leaves:
-        for block in _BLOCKS:
-            yield _BLOCK.sub(f".{block}.", leaf)
+def other_spellings(name: str) -> set[str]:
+    """Further names by which a base may have what an adapter calls so: a part of a mixture, its
+    router or its experts."""
+    if "experts" not in name and not name.endswith("gate"):
+        return set()
+    old = _OLD_PART.fullmatch(name)
+    leaves = [name] if old is None else [name, f"{old[1]}{_NEW_NAMES[old[2]]}"]
+    spellings = {_BLOCK.sub(f"{block}.", leaf) for leaf in leaves for block in _BLOCKS}
+    return spellings - {name}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -118,11 +119,16 @@ class BaseLayout:
 
     def parts_of(self, module: str, rows: range | None = None) -> list[str]:
         """What is one module here and several elsewhere, part by part, as far as ``rows`` go."""
-        for fusion in self.fusions:
-            if fusion.fused == module and fusion.order_is_known:
-                pairs = zip(fusion.parts, fusion.rows, strict=True)
-                return [part for part, own in pairs if rows is None or _overlap(own, rows)]
-        return [module]
+        fusion = self._known_fusions.get(module)
+        if fusion is None:
+            return [module]
+        pairs = zip(fusion.parts, fusion.rows, strict=True)
+        return [part for part, own in pairs if rows is None or _overlap(own, rows)]
+
+    @cached_property
+    def _known_fusions(self) -> Mapping[str, Fusion]:
+        """By the name of the fused linear, those whose order of rows is known."""
+        return {fusion.fused: fusion for fusion in self.fusions if fusion.order_is_known}
 
     def closed_parts(self, module: str, rows: range | None = None) -> list[str]:
         """Those among them that adapters may not change."""

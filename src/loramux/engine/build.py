@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 
@@ -16,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from loramux.adapters.catalog import Catalog
 from loramux.adapters.registry import Registry
 from loramux.adapters.sources import AdapterSources
+from loramux.adapters.spec import BaseLayout, ModuleShape
 from loramux.adapters.target_modules import is_open, restrict
 from loramux.config import BLOCK_SIZE, EngineOptions, StepLimits, parse_bytes
 from loramux.engine.adapter_text import LanguageReader
@@ -26,7 +28,7 @@ from loramux.engine.core import EngineCore
 from loramux.engine.languages import Language, Languages
 from loramux.engine.service import EngineService
 from loramux.engine.text import HFText
-from loramux.errors import ModelNotServable
+from loramux.errors import AdapterError, ModelNotServable
 from loramux.lora.host_memory import host_memory_for
 from loramux.lora.weights import block_bytes
 from loramux.model.anatomy import Anatomy, examine
@@ -35,6 +37,7 @@ from loramux.model.load import BaseModel, load_base
 from loramux.ops.attention import AttentionBackend
 from loramux.scheduling.scheduler import Limits
 from loramux.types import Slot
+from loramux.worker.arena import Arena, KnownAdapter, default_arena, free_memory, size_of
 from loramux.worker.backends import Backends, choose_backends
 from loramux.worker.graphs import GraphKey
 from loramux.worker.memory import (
@@ -58,7 +61,8 @@ log = logging.getLogger(__name__)
 
 _DEFAULT_KV_BYTES = 2 * 2**30
 _DEFAULT_RANK = 64
-"""The default arena holds ``max_loras`` adapters of this rank on all that they may change."""
+"""The default arena holds ``max_loras`` adapters of this rank on all linears that they may change:
+without experts, on which adapters are as large as a model."""
 _READ_AT_ONCE = 2
 """Adapters that may stand in host memory before the budget has made room for them."""
 _REPORTED_RANKS = (16, 64)
@@ -122,21 +126,36 @@ def build_service(
     registry: Registry | None = None,
 ) -> EngineService:
     """The same without streams. Raises as above."""
-    options = options or EngineOptions()
-    parts = build_parts(base, options, served_name)
-    if registry is not None:
-        registry.bind(parts.base_shape)
+    options, adapters = options or EngineOptions(), adapters or {}
+    parts = build_parts(base, options, served_name, adapters=adapters, registry=registry)
     return parts.service(
         max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
-        adapters=tuple((adapters or {}).items()),
+        adapters=tuple(adapters.items()),
         registry=registry,
     )
 
 
-def build_parts(base: str, options: EngineOptions, served_name: str | None = None) -> Parts:
-    """Load a base model and its tokenizer and build an engine. Raises as above."""
+def build_parts(
+    base: str,
+    options: EngineOptions,
+    served_name: str | None = None,
+    *,
+    adapters: Mapping[str, str] | None = None,
+    registry: Registry | None = None,
+) -> Parts:
+    """Load a base model and its tokenizer and build an engine. Raises as above.
+
+    ``adapters`` and ``registry`` as in ``assemble``.
+    """
     model = load_base(base, options.model)
-    return assemble(model, load_tokenizer(model.name), options, served_name or base)
+    return assemble(
+        model,
+        load_tokenizer(model.name),
+        options,
+        served_name or base,
+        adapters=adapters,
+        registry=registry,
+    )
 
 
 def assemble(
@@ -145,10 +164,14 @@ def assemble(
     options: EngineOptions,
     base_name: str,
     *,
+    adapters: Mapping[str, str] | None = None,
+    registry: Registry | None = None,
     runs_ahead: bool = False,
 ) -> Parts:
     """Build an engine around a model that is in memory. Raises as above.
 
+    ``adapters``, by name and source, and those of ``registry`` are what the engine will serve from
+    the start on: here they are only asked for their sizes, and the registry for being of this base.
     ``runs_ahead``: launch a step before the one before is known, also where that gains nothing.
     """
     device = model.model.device
@@ -159,9 +182,15 @@ def assemble(
     layout = restrict(anatomy.layout, options.adapters.lora_target_modules)
     anatomy = replace(anatomy, layout=layout)
     num_slots = options.adapters.max_loras
-    slot_bytes = _slot_bytes(model, anatomy, options)
-    arena_bytes = _arena_bytes(slot_bytes, options)
-    host_bytes = options.adapters.host_bytes(arena_bytes)
+    base_shape = _base_shape(model, anatomy)
+    if registry is not None:
+        registry.bind(base_shape)
+    sources = AdapterSources(options.sources)
+    known = _known_adapters(adapters or {}, registry, sources, layout, model.dtype, options)
+    arena = _arena(model, anatomy, known, options)
+    host_bytes = options.adapters.host_bytes(arena.num_bytes)
+    largest = max(known, key=lambda adapter: adapter.num_bytes, default=None)
+    read_bytes = max(arena.slot_bytes, 0 if largest is None else largest.num_bytes)
     backends = choose_backends(model, anatomy, limits, options)
     kv = KvSizes.of(
         anatomy.attention,
@@ -178,8 +207,8 @@ def assemble(
         attention,
         backends.ops,
         num_slots=num_slots,
-        arena_bytes=arena_bytes,
-        host_memory=host_memory_for(device, host_bytes + _READ_AT_ONCE * slot_bytes),
+        arena_bytes=arena.num_bytes,
+        host_memory=host_memory_for(device, host_bytes + _READ_AT_ONCE * read_bytes),
         max_step_tokens=limits.max_step_tokens,
         max_rank=options.adapters.max_rank,
         lenient=options.adapters.lenient,
@@ -220,11 +249,11 @@ def assemble(
         limits=Limits(limits.max_num_seqs, limits.max_step_tokens, BLOCK_SIZE),
         num_blocks=num_blocks,
         num_slots=num_slots,
-        arena_bytes=arena_bytes,
+        arena_bytes=arena.num_bytes,
         host_bytes=host_bytes,
         max_host_copies=options.adapters.max_cpu_loras,
         adapter_max_wait=options.adapters.adapter_max_wait,
-        slot_bytes=slot_bytes,
+        slot_bytes=arena.slot_bytes,
     )
     prefix_block = BLOCK_SIZE if options.scheduler.prefix_cache else None
     limits_of_requests = RequestLimits(model.max_model_len, model.vocab_size, prefix_block)
@@ -243,9 +272,11 @@ def assemble(
         block_size=BLOCK_SIZE,
         arena=worker.arena_bytes,
         num_slots=num_slots,
-        adapters={
-            rank: block_bytes(anatomy.layer_shapes, rank, model.dtype) for rank in _REPORTED_RANKS
-        },
+        adapters=_reported(anatomy.layer_shapes, model.dtype),
+        with_experts=_reported((*anatomy.layer_shapes, *anatomy.expert_shapes), model.dtype)
+        if anatomy.expert_shapes
+        else {},
+        largest=largest,
         gpu=None if use is None else _gpu_memory(use, limits, backends, captured),
     )
     log.info("memory:\n%s", "\n".join(report.lines()))
@@ -254,8 +285,6 @@ def assemble(
         # wait for it; what is there now stays as long as the engine.
         gc.collect()
         gc.freeze()
-    base_shape = _base_shape(model, anatomy)
-    sources = AdapterSources(options.sources)
     return Parts(core, worker, admission, languages, base_name, limits, base_shape, sources)
 
 
@@ -308,16 +337,38 @@ def _base_shape(model: BaseModel, anatomy: Anatomy) -> str:
     return f"{anatomy.layout.model_type} {dtype} {digest[:12]}"
 
 
-def _slot_bytes(model: BaseModel, anatomy: Anatomy, options: EngineOptions) -> int:
-    """What each slot adds to the arena; 0 where its size is given."""
+def _reported(shapes: Sequence[ModuleShape], dtype: torch.dtype) -> dict[int, int]:
+    return {rank: block_bytes(shapes, rank, dtype) for rank in _REPORTED_RANKS}
+
+
+def _known_adapters(
+    adapters: Mapping[str, str],
+    registry: Registry | None,
+    sources: AdapterSources,
+    layout: BaseLayout,
+    dtype: torch.dtype,
+    options: EngineOptions,
+) -> list[KnownAdapter]:
+    """What will be served from the start on; without those that cannot be, which their load will
+    say."""
+    records = [] if registry is None else registry.records()
+    known = [KnownAdapter(r.name, r.num_bytes) for r in records if r.name not in adapters]
+    max_rank, lenient = options.adapters.max_rank, options.adapters.lenient
+    for name, source in adapters.items():
+        with suppress(AdapterError), sources.open(name, source) as folder:
+            size = size_of(name, folder, layout, dtype, max_rank=max_rank, lenient=lenient)
+            known.append(KnownAdapter(name, size))
+    return known
+
+
+def _arena(
+    model: BaseModel, anatomy: Anatomy, known: Sequence[KnownAdapter], options: EngineOptions
+) -> Arena:
+    """As the options say, or as large as it should be."""
     if options.adapters.device_cache is not None:
-        return 0
+        return Arena(parse_bytes(options.adapters.device_cache), slot_bytes=0)
     named = zip(anatomy.modules.names, anatomy.layer_shapes, strict=False)
     shapes = [shape for name, shape in named if is_open(anatomy.layout, name)]
-    return block_bytes(shapes, _DEFAULT_RANK, model.dtype)
-
-
-def _arena_bytes(slot_bytes: int, options: EngineOptions) -> int:
-    if options.adapters.device_cache is not None:
-        return parse_bytes(options.adapters.device_cache)
-    return options.adapters.max_loras * slot_bytes
+    plain_bytes = block_bytes(shapes, _DEFAULT_RANK, model.dtype)
+    free_bytes = free_memory(model.model.device)
+    return default_arena(options.adapters.max_loras, plain_bytes, known, free_bytes)

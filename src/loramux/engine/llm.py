@@ -49,7 +49,9 @@ class LLM:
         options: EngineOptions | None = None,
     ) -> None:
         """``adapters`` maps names to sources: directories, ``hf:org/repo`` or URLs."""
-        self._attach(build_parts(base, options or EngineOptions()), adapters or {})
+        adapters = adapters or {}
+        parts = build_parts(base, options or EngineOptions(), adapters=adapters)
+        self._attach(parts, adapters)
 
     @classmethod
     def over(cls, parts: Parts, adapters: Mapping[str, str] | None = None) -> LLM:

@@ -43,6 +43,10 @@ class HostBlock:
         """All in one: itself if it is one piece, else a copy."""
         return self.pieces[0] if len(self.pieces) == 1 else torch.cat(self.pieces)
 
+    def is_finite(self) -> bool:
+        """Whether it has neither infinities nor NaN, in one pass and without a mask of its size."""
+        return all(extreme.isfinite() for piece in self.pieces for extreme in piece.aminmax())
+
 
 class HostMemory(Protocol):
     """Keeps blocks until nobody holds them any more. ``keep`` may be called in any thread."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from loramux.adapters.spec import BaseLayout, LoraSpec, ModuleDelta, ModuleShape
 from loramux.lora.host_memory import HostBlock
 from loramux.lora.own_weights import OwnTensor, OwnValues, own_elements
+from loramux.lora.placements import Placement, Placements
 from loramux.ops.layout import ALIGN_BYTES, NO_GAIN, pad
 
 
@@ -25,20 +27,10 @@ class ModuleTable:
     def __len__(self) -> int:
         return len(self.names)
 
-    def index(self) -> dict[str, int]:
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """Of each module, by its name."""
         return {name: i for i, name in enumerate(self.names)}
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where one module's weights stand in a block; offsets in units of ALIGN_BYTES."""
-
-    module: int
-    rank: int
-    offset_a: int
-    offset_b: int
-    offset_g: int = NO_GAIN
-    has_gain: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class HostCopy:
     """An adapter ready to be copied to a device: a block and where things are in it."""
 
     block: HostBlock
-    placements: tuple[Placement, ...]
+    placements: Placements
     own: tuple[OwnTensor, ...] = ()
     """What is there beside LoRA, behind it in the block."""
     vocab_size: int | None = None
@@ -58,7 +50,7 @@ class HostCopy:
 
     @property
     def max_rank(self) -> int:
-        return max((placement.rank for placement in self.placements), default=0)
+        return self.placements.max_rank
 
 
 BaseWeight = Callable[[int], Tensor]
@@ -81,7 +73,7 @@ def pack(
     a B that several modules have in common stands there once. Everything is computed in float32 and
     cast once to ``dtype``.
     """
-    index = modules.index()
+    index = modules.index
     by_module = spec.by_module().items()
     # Those of routers are among ``own``.
     groups = sorted((index[name], deltas) for name, deltas in by_module if name in index)
@@ -90,7 +82,7 @@ def pack(
     own_size = sum(pad(values.values.numel()) for values in own)
     block = torch.zeros(outline.num_elements + own_size, dtype=dtype)
     unit = ALIGN_BYTES // block.element_size()
-    placements = []
+    placements: list[Placement] = []
     for (module, deltas), place in zip(groups, places, strict=True):
         shape = modules.shapes[module]
         rank = sum(delta.rank for delta in deltas)
@@ -109,15 +101,14 @@ def pack(
         placements.append(
             Placement(
                 module=module,
-                rank=rank,
                 offset_a=place.a // unit,
                 offset_b=place.b // unit,
                 offset_g=place.g // unit if place.has_gain else NO_GAIN,
-                has_gain=place.has_gain,
+                rank=rank,
             )
         )
     placed = tuple(_place_own(own, block, outline.num_elements))
-    return HostCopy(HostBlock((block,)), tuple(placements), placed, spec.vocab_size)
+    return HostCopy(HostBlock((block,)), Placements.of(placements), placed, spec.vocab_size)
 
 
 @dataclass(frozen=True)
@@ -211,13 +202,13 @@ def block_bytes(shapes: Sequence[ModuleShape], rank: int, dtype: torch.dtype) ->
 
 def plain_placements(
     shapes: Mapping[int, ModuleShape], rank: int, dtype: torch.dtype
-) -> tuple[Placement, ...]:
+) -> Placements:
     """Where ``pack`` puts a plain adapter of one rank on these modules (rows of the table)."""
     unit = ALIGN_BYTES // dtype.itemsize
     placements: list[Placement] = []
     cursor = 0
     for module, shape in shapes.items():
         start_b = cursor + rank * pad(shape.in_features)
-        placements.append(Placement(module, rank, cursor // unit, start_b // unit))
+        placements.append(Placement(module, cursor // unit, start_b // unit, NO_GAIN, rank))
         cursor = start_b + shape.out_features * pad(rank)
-    return tuple(placements)
+    return Placements.of(placements)

@@ -51,6 +51,11 @@ class Anatomy:
         """Of the linears in the layers, which stand first in the table."""
         return self.modules.shapes[: sum(map(len, self.sites))]
 
+    @property
+    def expert_shapes(self) -> tuple[ModuleShape, ...]:
+        """Of the projections of all experts, which stand last."""
+        return self.modules.shapes[len(self.layer_shapes) + self.num_ends :]
+
 
 def examine(base: BaseModel, seam: AttentionSeam) -> Anatomy:
     """Run a few tokens through the model and note what happened. Raises ModelNotServable.

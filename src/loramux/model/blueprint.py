@@ -91,6 +91,7 @@ class StoredWeights:
     def __init__(self, folder: Path, layout: BaseLayout) -> None:
         self._layout = layout
         names = ModuleNames(layout)
+        self._opened: dict[Path, safe_open] = {}  # to open one reads all of its header
         self._places: dict[str, tuple[Path, str]] = {}
         for key, file in _files(folder).items():
             # Files may spell a module without the model's own prefix, as adapters may.
@@ -104,8 +105,9 @@ class StoredWeights:
             return None
         path, key = self._places[module]
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                weight: torch.Tensor = file.get_tensor(key)
+            if path not in self._opened:
+                self._opened[path] = safe_open(path, framework="pt", device="cpu")
+            weight: torch.Tensor = self._opened[path].get_tensor(key)
         except (OSError, SafetensorError):
             return None
         shape = self._layout.modules[module]

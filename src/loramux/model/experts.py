@@ -16,9 +16,8 @@ from loramux.adapters.experts import (
     DOWN_PARAMETER,
     GATE,
     GATE_UP_PARAMETER,
-    PARTS,
     UP,
-    expert_part,
+    inside,
 )
 from loramux.adapters.spec import ExpertsShape, ModuleShape
 from loramux.lora.experts import out_first
@@ -98,37 +97,21 @@ def find_routers(
     return found
 
 
-class ExpertWeight(nn.Module):
-    """One projection of one expert, as if it were a linear: a view of the weight of all."""
-
-    def __init__(self, experts: nn.Module, shape: ExpertsShape, expert: int, part: str) -> None:
-        super().__init__()
-        self._experts = (experts,)  # not a child: it is in the model already
-        self._expert = expert
-        rows = {GATE: shape.gate_rows, UP: shape.up_rows, DOWN: range(shape.hidden)}[part]
-        self._rows = slice(rows.start, rows.stop, rows.step)
-        self._parameter = DOWN_PARAMETER if part == DOWN else GATE_UP_PARAMETER
-
-    @property
-    def weight(self) -> Tensor:
-        """``[out, in]``"""
-        [experts] = self._experts
-        weight = cast(Tensor, getattr(experts, self._parameter))
-        return out_first(weight, experts)[self._expert][self._rows]
+def projection(experts: nn.Module, expert: int, part: str) -> Tensor:
+    """The weight ``[out, in]`` of one projection of one expert: a view of that of all."""
+    shape = _shape_of(experts)
+    assert shape is not None
+    parameter = DOWN_PARAMETER if part == DOWN else GATE_UP_PARAMETER
+    weight = out_first(cast(Tensor, getattr(experts, parameter)), experts)[expert]
+    rows = {GATE: shape.gate_rows, UP: shape.up_rows, DOWN: range(shape.hidden)}[part]
+    return weight[rows.start : rows.stop : rows.step]
 
 
-def expert_weights(
-    model: nn.Module, experts: Mapping[str, ExpertsShape]
-) -> dict[str, ExpertWeight]:
-    """Every projection of every expert by its name as a module."""
-    return {
-        expert_part(name, expert, part): ExpertWeight(
-            model.get_submodule(name), shape, expert, part
-        )
-        for name, shape in experts.items()
-        for expert in range(shape.num_experts)
-        for part in PARTS
-    }
+def expert_weight(model: nn.Module, name: str) -> Tensor:
+    """The same by the name of the projection as a module (``expert_part``)."""
+    place = inside(name)
+    assert place is not None
+    return projection(model.get_submodule(place.experts), place.expert, place.leaf)
 
 
 def use_adapted_experts(model: PreTrainedModel) -> None:

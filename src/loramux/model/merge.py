@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from loramux.adapters.experts import inside
 from loramux.adapters.loaded import LoadedAdapter, refuse_leftovers
 from loramux.adapters.report import Report
 from loramux.adapters.spec import ModuleDelta
 from loramux.errors import ModelNotServable
 from loramux.lora.weights import dora_gain
 from loramux.model.anatomy import linear_weight
-from loramux.model.experts import expert_weights, find_experts
+from loramux.model.experts import expert_weight, find_experts
 from loramux.model.load import read_config
 
 _TOKENIZER_FILES = (
@@ -51,15 +52,18 @@ def fold(model: PreTrainedModel, adapter: LoadedAdapter, name: str) -> None:
     report = Report()
     refuse_leftovers(adapter, report)
     owners = _owners(model)
-    experts = expert_weights(model, find_experts(model, any_gate=True))
+    experts = find_experts(model, any_gate=True)
     with torch.no_grad():
         for module, deltas in adapter.spec.by_module().items():
-            linear = experts.get(module) or model.get_submodule(module)
-            shared = [other for other in owners.get(_place(linear), ()) if other != module]
+            place = inside(module)
+            if place is not None and place.experts in experts:
+                weight = expert_weight(model, module)
+            else:
+                weight = linear_weight(model.get_submodule(module))
+            shared = [other for other in owners.get(weight.data_ptr(), ()) if other != module]
             if shared:
                 report.refuse(f"the base has this weight in {shared[0]} as well (tied)", module)
                 continue
-            weight = linear_weight(linear)
             merged = merged_weight(weight, deltas, adapter).to(weight.dtype)
             if not merged.isfinite().all():
                 report.refuse(f"the sum is not finite in {weight.dtype}", module)
@@ -99,12 +103,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     """Modules by the place of their weight in memory: tied ones have the same."""
     found: dict[int, list[str]] = {}
     for name, module in model.named_modules():
-        if isinstance(getattr(module, "weight", None), Tensor):
-            found.setdefault(_place(module), []).append(name)
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor):
+            found.setdefault(weight.data_ptr(), []).append(name)
     return found
-
-
-def _place(module: nn.Module) -> int:
-    weight = module.weight
-    assert isinstance(weight, Tensor)
-    return weight.data_ptr()

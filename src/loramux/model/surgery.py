@@ -14,16 +14,17 @@ from loramux.lora.experts import AdaptedExperts, AdaptedRouter, GroupedExperts
 from loramux.lora.layers import CompiledLoraLinear, LoraContext, LoraLinear
 from loramux.lora.own import Member
 from loramux.model.anatomy import Anatomy, embedding_scale, linear_weight
-from loramux.model.experts import activation_of, adapt, expert_weights, use_adapted_experts
+from loramux.model.experts import activation_of, adapt, use_adapted_experts
 from loramux.model.fusion import FirstMember, OtherMember, fuse, lay_out_for_cpu
 from loramux.ops.interface import Site, Slice
 
 
 def insert_sites(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> list[nn.Module]:
-    """Put a LoRA-capable linear at every site; returns the base's linears, in table order."""
+    """Put what can take LoRA at every site; returns what the base has there, in table order: its
+    linears, then embedding and head. Experts, which come after them, stay where they are."""
     names = anatomy.modules.names
-    experts = expert_weights(model, anatomy.layout.experts)
-    originals = [experts.get(name) or model.get_submodule(name) for name in names]
+    there = names[: len(anatomy.layer_shapes) + anatomy.num_ends]
+    originals = [model.get_submodule(name) for name in there]
     for members in anatomy.sites:
         linears = [originals[module] for module in members]
         if len(members) > 1:
@@ -64,7 +65,7 @@ def _insert_ends(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> No
         norm = model.get_submodule(name)
         place = context.own.add_place(Member(name, norm))
         _replace(model, name, AdaptedNorm(norm, context, place, tokens_at))
-    rows = anatomy.modules.index()
+    rows = anatomy.modules.index
     if (name := anatomy.layout.embedding) is not None:
         embedding = cast(nn.Embedding, model.get_submodule(name))
         part = Slice(rows[name], 0, embedding.embedding_dim)
@@ -76,7 +77,7 @@ def _insert_ends(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> No
 
 
 def _insert_experts(model: nn.Module, anatomy: Anatomy, context: LoraContext) -> None:
-    rows = anatomy.modules.index()
+    rows = anatomy.modules.index
     for name in anatomy.layout.experts:
         experts = model.get_submodule(name)
         first = rows[expert_part(name, 0, PARTS[0])]

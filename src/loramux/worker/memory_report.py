@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from loramux.worker.arena import KnownAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +35,20 @@ class MemoryReport:
     num_slots: int
     adapters: Mapping[int, int]
     """By rank, what an adapter on every linear takes."""
+    with_experts: Mapping[int, int] = field(default_factory=dict)
+    """The same on every expert as well; empty where the base has none that take LoRA."""
+    largest: KnownAdapter | None = None
+    """Of those that are to be served from the start on."""
     gpu: GpuMemory | None = None
 
     def lines(self) -> list[str]:
         """A table, one line for each part."""
         tokens = self.num_blocks * self.block_size
-        fitting = ", ".join(
-            f"{self.arena // size:,} of rank {rank}" for rank, size in self.adapters.items()
-        )
+        fitting = self._fitting(self.adapters)
+        if self.with_experts:
+            fitting += f"; with experts {self._fitting(self.with_experts)}"
+        if self.largest is not None:
+            fitting += f"; {self.arena // self.largest.num_bytes:,} like {self.largest.name!r}"
         rows = [
             ("weights", self.weights, ""),
             ("KV cache", self.kv_cache, f"{self.num_blocks:,} blocks, {tokens:,} tokens"),
@@ -58,6 +66,10 @@ class MemoryReport:
                 ("free at the peak", max(gpu.total - peak, 0), ""),
             ]
         return [f"  {name:<21}{_size(size)}  {note}".rstrip() for name, size, note in rows]
+
+    def _fitting(self, adapters: Mapping[int, int]) -> str:
+        counts = (f"{self.arena // size:,} of rank {rank}" for rank, size in adapters.items())
+        return ", ".join(counts)
 
 
 def _size(num_bytes: int) -> str:

@@ -28,6 +28,7 @@ from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy, ModuleTable, pack
 from loramux.model.anatomy import Anatomy, linear_weight
 from loramux.model.attention_seam import AttentionSeam, PagedLayer
+from loramux.model.experts import expert_weight
 from loramux.model.load import BaseModel
 from loramux.model.surgery import insert_sites
 from loramux.ops.attention import AttentionBackend
@@ -200,7 +201,7 @@ class Worker:
                     self._base_parameter,
                 ),
             )
-        if not all(piece.isfinite().all() for piece in copy.block.pieces):
+        if not copy.block.is_finite():
             raise AdapterRefused(name, [_NOT_FINITE])
         try:
             copy = replace(copy, block=self.host_memory.keep(copy.block))
@@ -221,7 +222,7 @@ class Worker:
         assert isinstance(copy, HostCopy)
         self._runner.expect(
             copy.max_rank,
-            gain=any(p.has_gain for p in copy.placements),
+            gain=copy.placements.has_gain,
             own=self._changes_ends(copy) or bool(copy.own),
         )
         self._host.add(prepared.adapter_id, copy)
@@ -266,7 +267,7 @@ class Worker:
         """Whether LoRA is on the embedding or the head, which stand behind the layers' linears."""
         first = len(self._anatomy.layer_shapes)
         ends = range(first, first + self._anatomy.num_ends)
-        return any(p.module in ends for p in copy.placements)
+        return copy.placements.any_in(ends)
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Put a step behind what the device does already; only its ``result()`` waits."""
@@ -303,12 +304,14 @@ class Worker:
         return self._runner.warm_up(progress)
 
     def _base_weight(self, module: int) -> Tensor:
-        return linear_weight(self._linears[module])
+        if module < len(self._linears):
+            return linear_weight(self._linears[module])
+        return expert_weight(self._base.model, self._anatomy.modules.names[module])
 
     def _base_parameter(self, module: str, parameter: str) -> Tensor:
         holder = self._others.get(module)
         if holder is None:
-            holder = self._linears[self._anatomy.modules.index()[module]]
+            holder = self._linears[self._anatomy.modules.index[module]]
         return getattr(holder, parameter)
 
     def _vocab_size_of(self, slot: Slot) -> int:

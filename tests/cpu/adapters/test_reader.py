@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save
 
+from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.reader import read_adapter
+from loramux.adapters.formats.safetensors_header import examine
+from loramux.adapters.formats.tensors import read_safetensors
 from loramux.adapters.spec import BaseLayout, ModuleShape
 from loramux.errors import AdapterRefused
 from loramux.lora.weights import ModuleTable, pack
 from tests.adapter_files import llama_layout, lora_config, pair, with_header
+from tests.cpu.placed import each_of
 
 BASE = llama_layout()
 
@@ -76,7 +81,7 @@ def packed(directory: Path, dtype: str, item: bytes, rows: int) -> torch.Tensor:
     modules = ModuleTable((Q,), (shape,))
     copy = pack(loaded.spec, loaded.tensors, modules, torch.float32, lambda _: torch.empty(0))
     unit = 16 // copy.block.whole.element_size()
-    offset = copy.placements[0].offset_b * unit
+    offset = each_of(copy.placements)[0].offset_b * unit
     return copy.block.whole[offset:].view(rows, -1)[:, 0]
 
 
@@ -125,3 +130,48 @@ def test_values_of_wide_and_half_floats_are_read_exactly(
 def test_dtypes_that_are_no_served_floats_are_refused(dtype: str, size: int, tmp_path: Path):
     with pytest.raises(AdapterRefused, match=f"dtype {dtype} is not served"):
         packed(tmp_path, dtype, bytes([1] * size), 1)
+
+
+def test_tensors_are_read_wherever_they_stand_in_the_file(tmp_path: Path):
+    tensors = {
+        "eight": torch.tensor([1.0, -2.0, 0.5]).to(torch.float8_e4m3fn),
+        "wide": torch.randn(3, 5, dtype=torch.float64),
+        "half": torch.randn(7, 1).half(),
+        "brain": torch.randn(2, 2, 2).bfloat16(),
+    }
+    parts = {name: t.contiguous().view(-1).view(torch.uint8) for name, t in tensors.items()}
+    dtypes = {"eight": "F8_E4M3", "wide": "F64", "half": "F16", "brain": "BF16"}
+    header, at = {}, 0
+    for name, part in parts.items():  # 3 bytes first, so that all others are out of step
+        end = at + len(part)
+        shape = list(tensors[name].shape)
+        header[name] = {"dtype": dtypes[name], "shape": shape, "data_offsets": [at, end]}
+        at = end
+    data = b"".join(bytes(part.tolist()) for part in parts.values())
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(with_header(header, data))
+    found = read_safetensors(examine(path))
+    path.write_bytes(b"")
+    assert found.keys() == tensors.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == tensors[name].dtype
+        assert torch.equal(tensor.double(), tensors[name].double())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        save({"a": torch.ones(2, 6)}),
+        save({"b": torch.ones(3, 4)}),
+        save({"a": torch.ones(3, 4)})[:-1],
+        b"",
+    ],
+    ids=["shape", "name", "shorter", "empty"],
+)
+def test_a_file_that_changes_after_its_header_is_refused(other: bytes, tmp_path: Path):
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(save({"a": torch.ones(3, 4)}))
+    file = examine(path)
+    path.write_bytes(other)
+    with pytest.raises(MalformedFile, match="changed while it was read"):
+        read_safetensors(file)

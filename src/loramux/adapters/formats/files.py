@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Callable
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -46,7 +47,7 @@ class Window:
         return data
 
 
-def open_regular(path: Path) -> tuple[BinaryIO, int]:
+def open_regular(path: Path) -> tuple[BufferedReader, int]:
     """Open a file for reading; returns it and its size in bytes.
 
     Links are followed, since download caches consist of them; devices and pipes are not opened.

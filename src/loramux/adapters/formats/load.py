@@ -16,7 +16,7 @@ from loramux.adapters.formats.shared_sides import find_shared
 from loramux.adapters.formats.tensors import check_values
 from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report
-from loramux.adapters.spec import BaseLayout
+from loramux.adapters.spec import BaseLayout, LoraSpec
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,37 @@ class WeightFile:
     """Raises MalformedFile when the file has changed."""
 
 
-def load(
+@dataclass(frozen=True)
+class CheckedAdapter:
+    """An adapter that is right as far as that can be told without its numbers."""
+
+    name: str
+    spec: LoraSpec
+    _weights: WeightFile
+    _report: Report
+    _shared: SharedSides
+
+    def read(self) -> LoadedAdapter:
+        """The same with its numbers, on the CPU. Raises AdapterRefused, with all that is wrong."""
+        spec, report = self.spec, self._report
+        tensors: dict[str, Tensor] = {}
+        try:
+            stored = self._weights.read()
+            check_values(spec, stored, report)
+            sources = {share.source for share in spec.shares}
+            tensors = {name: tensor for name, tensor in stored.items() if name not in sources}
+            tensors |= {share.name: share.cut(stored[share.source]) for share in spec.shares}
+            named = spec.tensor_names
+            spec = replace(spec, deltas=find_shared(spec.deltas, tensors, self._shared, report))
+            for copy in named - spec.tensor_names:
+                del tensors[copy]
+        except MalformedFile as problem:
+            report.refuse(str(problem))
+        report.raise_if_refused(self.name)
+        return LoadedAdapter(spec, tensors, sum(t.nbytes for t in tensors.values()))
+
+
+def check(
     name: str,
     config: Meaning | None,
     weights: WeightFile | None,
@@ -37,10 +67,10 @@ def load(
     max_rank: int,
     report: Report,
     shared: SharedSides | None = None,
-) -> LoadedAdapter:
-    """Check the adapter for ``base``, then read its numbers; they stay on the CPU.
+) -> CheckedAdapter:
+    """Check an adapter for ``base``.
 
-    No tensor is read before every shape is the one that ``base`` and ``config`` ask for, which
+    No tensor can be read before every shape is the one that ``base`` and ``config`` ask for, which
     bounds the memory. ``shared``: what the experts are said to have in common. None stands for what
     ``report`` has refused. Raises AdapterRefused, with all that is wrong.
     """
@@ -50,18 +80,4 @@ def load(
     report.raise_if_refused(name)
     assert weights is not None, "nothing was refused, so all is there"
     assert spec is not None
-    tensors: Mapping[str, Tensor] = {}
-    try:
-        tensors = weights.read()
-        tensors = {**tensors, **{s.name: s.cut(tensors[s.source]) for s in spec.shares}}
-        for source in {share.source for share in spec.shares}:
-            del tensors[source]
-        named = spec.tensor_names
-        spec = replace(spec, deltas=find_shared(spec.deltas, tensors, shared or {}, report))
-        for copy in named - spec.tensor_names:
-            del tensors[copy]
-        check_values(spec, tensors, report)
-    except MalformedFile as problem:
-        report.refuse(str(problem))
-    report.raise_if_refused(name)
-    return LoadedAdapter(spec, tensors, sum(t.nbytes for t in tensors.values()))
+    return CheckedAdapter(name, spec, weights, report, shared or {})

@@ -15,12 +15,11 @@ from pathlib import Path
 from torch import Tensor
 
 from loramux.adapters.formats.files import MalformedFile
-from loramux.adapters.formats.load import WeightFile, load
+from loramux.adapters.formats.load import CheckedAdapter, WeightFile, check
 from loramux.adapters.formats.mlx_config import MlxConfig, count_layers, read_config
-from loramux.adapters.formats.safetensors_header import TensorEntry, read_header
+from loramux.adapters.formats.safetensors_header import SafetensorsFile, TensorEntry, examine
 from loramux.adapters.formats.tensors import read_safetensors
 from loramux.adapters.formats.weight_files import MLX_FILE, module_of_mlx_key, peft_key
-from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout
 
@@ -28,10 +27,10 @@ _EMBEDDINGS = frozenset({"embed_tokens", "wte"})
 """mlx-lm lets LoRA on a tied embedding act on the head as well, where PEFT does not."""
 
 
-def read_mlx(
+def check_mlx(
     name: str, directory: Path, base: BaseLayout, *, max_rank: int, lenient: bool
-) -> LoadedAdapter:
-    """Read and check the adapter in ``directory`` for ``base``; weights stay on the CPU.
+) -> CheckedAdapter:
+    """Check the adapter in ``directory`` for ``base``; its numbers are not read yet.
 
     ``name`` is only used in errors. Raises AdapterRefused, with all that is wrong.
     """
@@ -42,17 +41,17 @@ def read_mlx(
         weights = _open_weights(directory / MLX_FILE, config, base, report)
     except MalformedFile as problem:
         report.refuse(str(problem))
-    return load(name, config, weights, base, max_rank=max_rank, report=report)
+    return check(name, config, weights, base, max_rank=max_rank, report=report)
 
 
 def _open_weights(
     path: Path, config: MlxConfig | None, base: BaseLayout, report: Report
 ) -> WeightFile:
-    stored = read_header(path)
+    stored = examine(path)
     num_layers = count_layers(base.modules)
     entries: dict[str, TensorEntry] = {}
     stored_names: dict[str, str] = {}
-    for key, entry in stored.items():
+    for key, entry in stored.entries.items():
         module = module_of_mlx_key(key)
         if module is None:
             report.refuse("tensors that LoRA of mlx-lm does not have", key)
@@ -66,13 +65,11 @@ def _open_weights(
         renamed = peft_key(key)
         entries[renamed] = replace(entry, shape=entry.shape[::-1])
         stored_names[renamed] = key
-    return WeightFile(entries, partial(_read_transposed, path, stored, stored_names))
+    return WeightFile(entries, partial(_read_transposed, stored, stored_names))
 
 
-def _read_transposed(
-    path: Path, stored: Mapping[str, TensorEntry], stored_names: Mapping[str, str]
-) -> dict[str, Tensor]:
-    tensors = read_safetensors(path, stored)
+def _read_transposed(stored: SafetensorsFile, stored_names: Mapping[str, str]) -> dict[str, Tensor]:
+    tensors = read_safetensors(stored)
     return {
         name: tensors[key].permute(*reversed(range(tensors[key].dim()))).contiguous()
         for name, key in stored_names.items()

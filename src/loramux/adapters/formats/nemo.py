@@ -14,21 +14,20 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.formats.files import MalformedFile
-from loramux.adapters.formats.load import WeightFile, load
+from loramux.adapters.formats.load import CheckedAdapter, WeightFile, check
 from loramux.adapters.formats.nemo_config import read_config
 from loramux.adapters.formats.nemo_files import NemoFile, find_files
 from loramux.adapters.formats.nemo_keys import Piece, translate
 from loramux.adapters.formats.tensors import read_torch
 from loramux.adapters.formats.torch_header import TorchEntry, read_header_at
-from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout
 
 
-def read_nemo(
+def check_nemo(
     name: str, path: Path, base: BaseLayout, *, max_rank: int, lenient: bool = False
-) -> LoadedAdapter:
-    """Read and check the adapter at ``path`` for ``base``; weights stay on the CPU.
+) -> CheckedAdapter:
+    """Check the adapter at ``path`` for ``base``; its numbers are not read yet.
 
     ``name`` is only used in errors; ``lenient``: unknown fields are warnings. Raises
     AdapterRefused, with all that is wrong.
@@ -47,7 +46,7 @@ def read_nemo(
                 weights = _weight_file(files.weights, stored, found)
     except MalformedFile as problem:
         report.refuse(str(problem))
-    return load(name, config, weights, base, max_rank=max_rank, report=report)
+    return check(name, config, weights, base, max_rank=max_rank, report=report)
 
 
 def _weight_file(

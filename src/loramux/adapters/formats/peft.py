@@ -7,20 +7,19 @@ from pathlib import Path
 
 from loramux.adapters.formats import safetensors_header, torch_header
 from loramux.adapters.formats.files import MalformedFile
-from loramux.adapters.formats.load import WeightFile, load
+from loramux.adapters.formats.load import CheckedAdapter, WeightFile, check
 from loramux.adapters.formats.peft_config import read_config
 from loramux.adapters.formats.shared_layout import read_shared_sides
 from loramux.adapters.formats.tensors import read_safetensors, read_torch
 from loramux.adapters.formats.weight_files import TORCH_FILE
-from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout
 
 
-def read_peft(
+def check_peft(
     name: str, directory: Path, base: BaseLayout, *, max_rank: int, lenient: bool, weight_file: str
-) -> LoadedAdapter:
-    """Read and check the adapter in ``directory`` for ``base``; weights stay on the CPU.
+) -> CheckedAdapter:
+    """Check the adapter in ``directory`` for ``base``; its numbers are not read yet.
 
     ``weight_file`` is ``weight_files.PEFT_FILE`` or ``TORCH_FILE``; ``name`` is only used in
     errors. Raises AdapterRefused, with all that is wrong.
@@ -33,12 +32,12 @@ def read_peft(
         weights = _open_weights(directory / weight_file)
     except MalformedFile as problem:
         report.refuse(str(problem))
-    return load(name, config, weights, base, max_rank=max_rank, report=report, shared=shared)
+    return check(name, config, weights, base, max_rank=max_rank, report=report, shared=shared)
 
 
 def _open_weights(path: Path) -> WeightFile:
     if path.name == TORCH_FILE:
         entries = torch_header.read_header(path)
         return WeightFile(entries, partial(read_torch, path, entries))
-    entries = safetensors_header.read_header(path)
-    return WeightFile(entries, partial(read_safetensors, path, entries))
+    file = safetensors_header.examine(path)
+    return WeightFile(file.entries, partial(read_safetensors, file))

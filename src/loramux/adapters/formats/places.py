@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from loramux.adapters.experts import parts_in
 from loramux.adapters.formats.module_names import ModuleNames
@@ -63,7 +64,9 @@ class Places:
     def __init__(self, base: BaseLayout, *, up_first: bool | None = None) -> None:
         self._base = base
         self._up_first = up_first
-        self._places = {name: Place(shape, (Target(name),)) for name, shape in base.modules.items()}
+        # A base may have tens of thousands of modules that are simply themselves (of experts).
+        self._places: dict[str, Place] = {}
+        """Of all other names."""
         self._reasons: dict[str, str] = {}
         for fusion in base.fusions:
             if fusion.fused in base.modules:
@@ -71,12 +74,17 @@ class Places:
             else:
                 self._add_to_split_base(fusion)
         for name, shape in base.routers.items():
-            self._places[name] = Place(shape, (Target(name),))
+            self._places[name] = _itself(name, shape)
         self._names = ModuleNames(base, {*self._places, *self._reasons, *base.experts})
 
     def find(self, path: str) -> Place | None:
         """None when no module, or more than one, is meant, or its rows are not known."""
-        return self._places.get(self._names.find(path) or "")
+        name = self._names.find(path)
+        if name is None or name in self._reasons:
+            return None
+        if name not in self._places and name in self._base.modules:
+            return _itself(name, self._base.modules[name])
+        return self._places.get(name)
 
     def find_experts(self, path: str) -> ExpertsPlace | None:
         """The experts of a layer, if LoRA of this name is that of all of them in one.
@@ -102,9 +110,13 @@ class Places:
                 if self._names.find(f"{parent}.{fused}") is not None:
                     return self._inside(fused)
         reason = self._names.why_not(path)
-        if leaf in _ATTENTION_IN_ONE and not any(_leaf(m) == leaf for m in self._base.modules):
+        if leaf in _ATTENTION_IN_ONE and leaf not in self._leaves:
             reason += f"; {leaf} is split only where the order of its rows is certain"
         return reason
+
+    @cached_property
+    def _leaves(self) -> frozenset[str]:
+        return frozenset(map(_leaf, self._base.modules))
 
     def _add_to_split_base(self, fusion: Fusion) -> None:
         """The fused linear's rows go to the parts that the base has."""
@@ -123,19 +135,17 @@ class Places:
 
     def _add_to_fused_base(self, fusion: Fusion) -> None:
         """The parts' rows lie inside the linear that the base has, in the base's own order."""
-        fused = self._places[fusion.fused]
         said = self._up_first if _is_gate_up(fusion) else None
         if not fusion.order_is_known:
             self._reasons |= dict.fromkeys(fusion.parts, self._inside(fusion.fused))
             if said is not None:
-                del self._places[fusion.fused]
                 self._reasons[fusion.fused] = (
                     f"swap_gate_up is said, but {self._order_is_not_known()}"
                 )
             return
         if said:
             swapped = Target(fusion.fused, stored_rows=fusion.rows[::-1])
-            self._places[fusion.fused] = Place(fused.shape, (swapped,))
+            self._places[fusion.fused] = Place(self._base.modules[fusion.fused], (swapped,))
         for part, rows in zip(fusion.parts, fusion.rows, strict=True):
             shape = ModuleShape(fusion.in_features, len(rows))
             self._places[part] = Place(shape, (Target(fusion.fused, rows),))
@@ -153,6 +163,10 @@ class Places:
 
     def _order_is_not_known(self) -> str:
         return f"for model type {self._base.model_type} it is not known in which order rows stand"
+
+
+def _itself(name: str, shape: ModuleShape) -> Place:
+    return Place(shape, (Target(name),))
 
 
 def _is_gate_up(fusion: Fusion) -> bool:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from loramux.adapters.formats import mlx, nemo, peft
+from loramux.adapters.formats.load import CheckedAdapter
 from loramux.adapters.formats.nemo_files import is_nemo
 from loramux.adapters.formats.peft_config import read_config
 from loramux.adapters.formats.weight_files import (
@@ -20,10 +21,10 @@ from loramux.adapters.loaded import LoadedAdapter
 from loramux.adapters.report import Report, printable
 from loramux.adapters.spec import BaseLayout
 
-_READERS = {
-    PEFT_FILE: partial(peft.read_peft, weight_file=PEFT_FILE),
-    TORCH_FILE: partial(peft.read_peft, weight_file=TORCH_FILE),
-    MLX_FILE: mlx.read_mlx,
+_CHECKS = {
+    PEFT_FILE: partial(peft.check_peft, weight_file=PEFT_FILE),
+    TORCH_FILE: partial(peft.check_peft, weight_file=TORCH_FILE),
+    MLX_FILE: mlx.check_mlx,
 }
 
 _OTHER_WEIGHT_FILES = {
@@ -42,12 +43,19 @@ def read_adapter(
     unknown fields of the configuration that are set are warnings. Raises AdapterRefused, with all
     that is wrong.
     """
+    return check_adapter(name, directory, base, max_rank=max_rank, lenient=lenient).read()
+
+
+def check_adapter(
+    name: str, directory: Path, base: BaseLayout, *, max_rank: int, lenient: bool = False
+) -> CheckedAdapter:
+    """The first half of ``read_adapter``, with everything but the numbers."""
     weight_file = weight_file_of(directory)
     if weight_file is not None:
-        read = _READERS[weight_file]
-        return read(name, directory, base, max_rank=max_rank, lenient=lenient)
+        check = _CHECKS[weight_file]
+        return check(name, directory, base, max_rank=max_rank, lenient=lenient)
     if is_nemo(directory):
-        return nemo.read_nemo(name, directory, base, max_rank=max_rank, lenient=lenient)
+        return nemo.check_nemo(name, directory, base, max_rank=max_rank, lenient=lenient)
     report = Report(lenient=lenient)
     read_config(directory, report)
     report.refuse(f"the weights are missing: none of {', '.join(WEIGHT_FILES)} is there")

@@ -47,8 +47,24 @@ class TensorEntry:
     end: int
 
 
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A file whose header is sound."""
+
+    path: Path
+    entries: Mapping[str, TensorEntry]
+    """Tensors by name, in file order."""
+    head: bytes
+    """All before the data, as it was read: by it one can tell whether the file has changed."""
+
+
 def read_header(path: Path) -> Mapping[str, TensorEntry]:
-    """The tensors of a safetensors file by name, in file order.
+    """The tensors of a safetensors file by name, in file order. Raises as ``examine``."""
+    return examine(path).entries
+
+
+def examine(path: Path) -> SafetensorsFile:
+    """Read the header of a safetensors file.
 
     Raises MalformedFile unless every entry is sound and the data fill the file exactly.
     """
@@ -58,15 +74,16 @@ def read_header(path: Path) -> Mapping[str, TensorEntry]:
         head = file.read(256)
         refuse_placeholders(what, head)
         length = _header_length(what, head, size)
-        file.seek(8)
-        text = file.read(length)
+        file.seek(0)
+        head = file.read(8 + length)
+    text = head[8:]
     if not text.startswith(b"{"):
         raise MalformedFile(f"{what} is not a safetensors file: its header is no JSON object")
     raw = parse_json_object(f"the header of {what} (safetensors)", text, _unique)
     raw.pop("__metadata__", None)
     entries = {name: _entry(what, name, value) for name, value in raw.items()}
     _check_places(what, entries, size - 8 - length)
-    return entries
+    return SafetensorsFile(path, entries, head)
 
 
 def _header_length(what: str, head: bytes, size: int) -> int:
