@@ -53,7 +53,7 @@ def main(experts: int, top_k: int, hidden: int, size: int, tokens: list[int], ra
             "BLOCK_N": tiles.block_n, "BLOCK_K": tiles.block_k,
         }  # fmt: skip
         rows = run_rows(pairs, experts, few=True)
-        lora = expert_lora_tiles(pairs, rank, rows)
+        lora = expert_lora_tiles(hidden, pairs, rank, rows)
         gate = {
             "SIZE": size, "ACTIVATION": "silu", "LORA": True, "UNIT": ALIGN_BYTES // width,
             "SPLIT_K": lora.split_k, "BLOCK_M": rows, "BLOCK_N": 128, "BLOCK_R": lora.expand_ranks,

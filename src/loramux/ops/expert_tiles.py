@@ -11,6 +11,7 @@ _LEAST_ROWS, _MOST_ROWS = 16, 128
 _RUN_ROWS = 16
 """Of a piece of one expert and slot, of which many have a row or two."""
 _LONG_RUN_ROWS = 64
+_BLOCK_K = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,13 @@ def run_rows(num_pairs: int, num_experts: int, *, few: bool) -> int:
     return _LONG_RUN_ROWS if few and num_pairs >= _LONG_RUN_ROWS * num_experts else _RUN_ROWS
 
 
-def expert_lora_tiles(num_pairs: int, rank_bucket: int, block_rows: int) -> Tiles:
+def expert_lora_tiles(in_features: int, num_pairs: int, rank_bucket: int, block_rows: int) -> Tiles:
     """K is split where the runs, of which there are at most as many as pairs, are few."""
     ranks = min(rank_bucket, MAX_RANK_BLOCK)
-    split_k = 8 if num_pairs <= 32 else 4 if num_pairs <= 128 else 1
+    wanted = 8 if num_pairs <= 32 else 4 if num_pairs <= 128 else 1
+    split_k = min(wanted, -(-in_features // _BLOCK_K))
     stages = 2 if block_rows > _RUN_ROWS and ranks > 16 else 3
-    return Tiles(split_k, shrink_ranks=ranks, shrink_stages=stages, expand_ranks=ranks, block_n=128)
+    return Tiles(split_k, _BLOCK_K, ranks, shrink_stages=stages, expand_ranks=ranks, block_n=128)
 
 
 def num_pieces(num_pairs: int, num_runs: int, rows: int) -> int:

@@ -243,7 +243,7 @@ class TritonExperts:
     ) -> _Delta:
         """Start A x, aside; ``rows``: those of x in sorted order."""
         ranks = self._step.rank_bucket
-        tiles = expert_lora_tiles(len(routed.order), ranks, routed.runs.block_rows)
+        tiles = expert_lora_tiles(x.shape[1], len(routed.order), ranks, routed.runs.block_rows)
         pieces = Pieces(routed.runs, rows)
         elements = plane_elements(tiles, len(table), pieces, ranks)
         planes = x.new_empty(elements, dtype=torch.float32)
