@@ -63,6 +63,7 @@ class Bench:
             tokens=list(range(length)),
             num_prompt_tokens=length,
             max_total_tokens=length + room,
+            adapter=adapter,
             priority=priority,
         )
         self.count += 1

@@ -120,10 +120,16 @@ def build_service(
     adapters: Mapping[str, str] | None = None,
     served_name: str | None = None,
     registry: Registry | None = None,
+    *,
+    base_alias: str | None = None,
 ) -> EngineService:
-    """The same without streams. Raises as above."""
+    """The same without streams. Raises as above.
+
+    ``base_alias``: the name of the base in requests, and so in the options, where a server before
+    the engine has another one for it.
+    """
     options = options or EngineOptions()
-    parts = build_parts(base, options, served_name)
+    parts = build_parts(base, options, served_name, base_alias=base_alias)
     if registry is not None:
         registry.bind(parts.base_shape)
     return parts.service(
@@ -133,10 +139,16 @@ def build_service(
     )
 
 
-def build_parts(base: str, options: EngineOptions, served_name: str | None = None) -> Parts:
+def build_parts(
+    base: str,
+    options: EngineOptions,
+    served_name: str | None = None,
+    *,
+    base_alias: str | None = None,
+) -> Parts:
     """Load a base model and its tokenizer and build an engine. Raises as above."""
-    model = load_base(base, options.model)
-    return assemble(model, load_tokenizer(model.name), options, served_name or base)
+    model, name = load_base(base, options.model), served_name or base
+    return assemble(model, load_tokenizer(model.name), options, name, base_alias=base_alias)
 
 
 def assemble(
@@ -145,6 +157,7 @@ def assemble(
     options: EngineOptions,
     base_name: str,
     *,
+    base_alias: str | None = None,
     runs_ahead: bool = False,
 ) -> Parts:
     """Build an engine around a model that is in memory. Raises as above.
@@ -224,6 +237,7 @@ def assemble(
         host_bytes=host_bytes,
         max_host_copies=options.adapters.max_cpu_loras,
         adapter_max_wait=options.adapters.adapter_max_wait,
+        weights=options.scheduler.weights(base_alias or base_name),
         slot_bytes=slot_bytes,
     )
     prefix_block = BLOCK_SIZE if options.scheduler.prefix_cache else None
