@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -248,6 +247,20 @@ def test_accounts_of_names_that_stay_are_kept() -> None:
     assert line.send("tenant-0", 1).start == 10 * line.shares.price("tenant-0")
 
 
+def test_an_account_stays_while_a_request_is_open() -> None:
+    line = Line()
+    long = line.send("long", 10)
+    line.start()
+    for _ in range(3):
+        line.send("b", 100)
+        line.start()
+    assert line.shares.now(0) > 10 * line.shares.price("long")
+    for number in range(200):
+        line.send(f"tenant-{number}", 1)
+    line.end(long, 4)
+    line.check()
+
+
 def test_sums_are_exact_however_long_it_goes_on() -> None:
     line = Line("a=0.3,b=7")
     line.send("b", 1)
@@ -267,6 +280,8 @@ class Walk(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.line = Line(self.weights)
+        self.uses: dict[Sent, int] = {}
+        """What each that runs will have used."""
         self.begin()
 
     def begin(self) -> None:
@@ -290,9 +305,9 @@ class Walk(RuleBasedStateMachine):
         self.backlogged &= {sent.adapter for sent in self.line.waiting}
         sent = self.line.start()
         for adapter in self.names:
-            most = sent.start / self.price(adapter) + self.largest[adapter]
-            assert self.used[adapter] <= most + 1e-6
-        self.uses = {**getattr(self, "uses", {}), sent: max(1, int(share * sent.cost))}
+            price = self.price(adapter)
+            assert self.used[adapter] * price <= sent.start + self.largest[adapter] * price
+        self.uses[sent] = max(1, int(share * sent.cost))
         self.used[sent.adapter] += self.uses[sent]
         self.gone[sent.adapter] += sent.cost
 

@@ -162,6 +162,7 @@ def assemble(
 ) -> Parts:
     """Build an engine around a model that is in memory. Raises as above.
 
+    ``base_alias``: as ``build_service`` has it.
     ``runs_ahead``: launch a step before the one before is known, also where that gains nothing.
     """
     device = model.model.device

@@ -71,6 +71,7 @@ class EngineCore:
         """``adapter_max_wait``: seconds that a request waits for a slot before one is drained.
 
         ``weights``: of the adapters' shares, where they have any.
+
         ``slot_bytes``: what each slot adds to ``arena_bytes``, where these hang on the slots.
         """
         self._worker = worker

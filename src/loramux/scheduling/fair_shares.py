@@ -12,7 +12,7 @@ _HEAVIEST_PRICE = 10**6
 """What a token costs the adapter with the largest weight, in units of virtual time. Prices are
 whole numbers, so that what is charged and given back adds up exactly, however long that goes on."""
 _FEW = 64
-"""So many accounts are no reason to look for those that may go."""
+"""So many accounts are no reason to look for those that can be dropped."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class _Level:
     num_open: int = 0
     accounts: dict[str | None, _Account] = field(default_factory=dict)
     max_accounts: int = _FEW
-    """With more of them it looks for those that may go."""
+    """With as many, those that can be dropped are, before another one is opened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,32 +51,34 @@ class FairShares:
     """Gives requests virtual starts, so that adapters get tokens in proportion to their weights.
 
     This is start-time fair queueing (Goyal et al., 1996) over the names of adapters, None being the
-    base. A request is charged its cost, the tokens that it may use at most, when it arrives. It
-    starts, in virtual time, when its adapter's charges before it are paid, and not before the
-    virtual time of its arrival: who has been idle has no credit. A charge takes cost / weight of
-    virtual time. When the request ends, what it has not used comes back to the account, for
-    requests that arrive later; starts that were given stay, and nobody passes an earlier request of
-    its own adapter.
+    base, with many requests running side by side (SFQ(D); Jin et al., 2004). When a request
+    arrives, its adapter is charged its cost, which is the most tokens that it may use, and that
+    takes cost / weight of virtual time. The request's virtual start is where the charges before it
+    end, and not before the virtual time of its arrival: who has been idle has no credit. When it
+    ends, what it has not used comes back to requests that arrive later. Starts that were given
+    stay, and nobody passes an earlier request of its own adapter.
 
     Each priority has accounts and a virtual time of its own, which begin anew when none of its
-    requests is left. From then on, where requests start in order of their virtual starts, with c
-    for the tokens that one request may use at most:
+    requests is left. From then on, where requests start in order of their virtual starts, and with
+    c for the cost of an adapter's largest request:
 
-    - An adapter has used at most weight * now + c tokens.
-    - One that has had requests waiting all the while has been charged at least weight * now.
-    - So of two that wait all the while and use what they are charged for, neither is ahead by more
-      than the larger c / weight, in tokens per weight and however long they compete. (The bound of
-      VTC, Sheng et al. 2023, arXiv:2401.00588, which charges tokens as they are made, is that of a
-      whole batch.)
-    - Before a request starts, another adapter has used at most weight * start + c tokens: nobody
-      makes it wait without end, whatever he sends.
+    - An adapter has used at most weight * virtual time + c tokens.
+    - One that has had requests waiting all the while has been charged at least weight * virtual
+      time.
+    - So if two wait all the while, and use what they are charged for, neither is ahead by more than
+      the larger c / weight, in tokens of started requests over weight, however long they compete.
+      (VTC, Sheng et al. 2023, arXiv:2401.00588, charges tokens as they are made; its bound is two
+      batches full.)
+    - Until a request starts, another adapter has used at most weight * virtual start + c tokens:
+      nobody makes it wait without end, whatever he sends.
 
-    An account is kept while its adapter has open requests or is charged for the future, and has its
-    name (``is_named``).
+    Accounts that say nothing any more are dropped when there are many: those without an open
+    request that have no charge beyond the virtual time, or whose name is gone (``is_named``).
     """
 
     def __init__(self, weights: AdapterWeights, is_named: Callable[[str], bool]) -> None:
         self._weights = weights
+        self._heaviest = weights.heaviest
         self._is_named = is_named
         self._levels: dict[int, _Level] = {}
         self._charges: dict[RequestId, _Charge] = {}
@@ -92,11 +94,9 @@ class FairShares:
 
     def price(self, adapter: str | None) -> int:
         """The virtual time that a token of an adapter takes."""
-        return round(_HEAVIEST_PRICE * (self._weights.heaviest / self._weights.of(adapter)))
+        return round(_HEAVIEST_PRICE * (self._heaviest / self._weights.of(adapter)))
 
-    def enter(
-        self, request_id: RequestId, adapter: str | None, *, priority: int, cost: int
-    ) -> int:
+    def enter(self, request_id: RequestId, adapter: str | None, *, priority: int, cost: int) -> int:
         """A request arrives that may use ``cost`` tokens; its virtual start."""
         assert request_id not in self._charges, "a request enters twice"
         level = self._levels.setdefault(priority, _Level())
@@ -151,7 +151,7 @@ class FairShares:
     def _open_account(self, level: _Level, adapter: str | None) -> _Account:
         if len(level.accounts) >= level.max_accounts:
             level.accounts = {n: a for n, a in level.accounts.items() if self._matters(level, n, a)}
-            # Twice as many as had to stay, so that each new account pays for looking at two.
+            # Twice those that stay, so that looking costs each new account no more than a few.
             level.max_accounts = max(_FEW, 2 * len(level.accounts))
         account = level.accounts[adapter] = _Account()
         return account
