@@ -178,6 +178,28 @@ def test_what_is_not_used_comes_back_for_later_requests() -> None:
     line.end(keep)
 
 
+def test_in_the_long_run_what_is_used_counts_and_not_what_is_charged() -> None:
+    """Each has 20 requests open, for 4 places, and sends one when one ends."""
+    line = Line()
+    charged = {"a": 1000, "b": 100}
+    had = Counter[str | None]()
+    for adapter, cost in charged.items():
+        for _ in range(20):
+            line.send(adapter, cost)
+    behind = []
+    for number in range(4000):
+        while len(line.started) < 4:
+            line.start()
+        done = line.started[number % 4]
+        line.end(done, 100)
+        had[done.adapter] += 100
+        line.send(done.adapter, charged[str(done.adapter)])
+        behind.append(had["b"] - had["a"])
+    assert max(behind) <= 20 * 1000  # what its first requests were charged for
+    assert abs(behind[-1] - behind[1000]) <= 1000
+    assert had["a"] > 0.9 * had["b"]
+
+
 def test_a_cancelled_flood_costs_nothing() -> None:
     line = Line()
     line.send("b", 5)
