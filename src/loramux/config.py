@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loramux.adapter_weights import AdapterWeights
 from loramux.errors import ConfigError
 
 BLOCK_SIZE = 16
@@ -205,6 +206,12 @@ class SchedulerOptions:
         "with the same tokens",
     )
     max_waiting: int = option(4096, "requests that may wait; further ones are refused")
+    adapter_weights: str | None = option(
+        None,
+        "adapters that compete get tokens in proportion to these, such as sql=4,chat=1; the base "
+        "goes by its name in requests, and * is every other name, 1 by default; default: no "
+        "shares, requests are served in order of arrival",
+    )
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -220,6 +227,13 @@ class SchedulerOptions:
                 f"max_step_tokens ({given[1]}) is below max_num_seqs ({given[0]}): each running "
                 "sequence needs one token a step"
             )
+        self.weights()
+
+    def weights(self, base_name: str | None = None) -> AdapterWeights | None:
+        """None without shares; ``base_name`` is how requests call the base. Raises ConfigError."""
+        if self.adapter_weights is None:
+            return None
+        return AdapterWeights.parse(self.adapter_weights, base_name)
 
     def limits(self, device: str) -> StepLimits:
         """On a kind of device; what is not given makes room for what is."""

@@ -276,6 +276,8 @@ class AdapterInfo:
     warnings: tuple[str, ...] = ()
     vocab_size: int | None = None
     """Its tokens, where they are more than the base's."""
+    weight: float | None = None
+    """Of its share of the tokens; None where adapters have no shares."""
 
     @property
     def in_host_memory(self) -> bool:

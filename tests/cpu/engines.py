@@ -38,6 +38,8 @@ def assemble_tiny(
     registry: Registry | None = None,
     runs_ahead: bool = False,
     prefix_cache: bool = True,
+    adapter_weights: str | None = None,
+    base_alias: str | None = None,
 ) -> Parts:
     """An engine whose steps are so small that prompts of a few tokens are read in chunks."""
     options = EngineOptions(
@@ -52,6 +54,7 @@ def assemble_tiny(
             max_step_tokens=max_step_tokens,
             kv_cache=None if kv_blocks is None else str(kv_blocks * _block_bytes(model)),
             prefix_cache=prefix_cache,
+            adapter_weights=adapter_weights,
         ),
     )
     vocab_size = model.get_output_embeddings().weight.shape[0]
@@ -62,6 +65,7 @@ def assemble_tiny(
         "tiny",
         adapters=adapters,
         registry=registry,
+        base_alias=base_alias,
         runs_ahead=runs_ahead,
     )
 

@@ -303,7 +303,7 @@ def test_states_that_are_not_finite_fail_their_own_sequence(bad: float, hidden: 
 
 def test_a_vector_of_zeros_stays_one() -> None:
     params = PoolingParams()
-    request = Request(RequestId("r"), RequestId("r"), 0, params, 0, None, [1], 1, 2)
+    request = Request(RequestId("r"), RequestId("r"), 0, params, 0, None, [1], 1, 2, None)
     delta = Embedding(request, params).push(
         SequenceResult(RequestId("r"), hidden=bytes(8)), start=0, end=1
     )

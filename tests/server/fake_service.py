@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from loramux.testing.codec import FakeGrammar
 from loramux.testing.worker import FakeLaunchedStep
 from tests.unit.small_engine import SmallEngine
 
+log = logging.getLogger("loramux.testing")
+
 STEP_SECONDS = 0.02
 
 
@@ -33,14 +36,19 @@ def build_service(
     adapters: Mapping[str, str],
     *,
     registry: Registry | None = None,
+    base_alias: str | None = None,
 ) -> EngineService:
     """In place of that of ``engine.build``."""
+    weights = options.scheduler.weights(base_alias or base)
+    if weights is not None:
+        log.info("the base has weight %g", weights.of(None))
     small = SmallEngine(
         worker_type=SlowWorker,
         num_blocks=4096,
         max_num_seqs=64,
         max_step_tokens=512,
         max_model_len=options.model.max_model_len or 100,
+        weights=weights,
     )
     return EngineService(
         small.core,

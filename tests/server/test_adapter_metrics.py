@@ -45,6 +45,11 @@ async def requests(client: httpx.AsyncClient) -> dict[str, float]:
     return {sample.labels["adapter"]: sample.value for sample in found}
 
 
+async def tokens(client: httpx.AsyncClient) -> dict[str, float]:
+    found = await samples(client, "loramux_adapter_tokens_total")
+    return {sample.labels["adapter"]: sample.value for sample in found}
+
+
 async def test_requests_are_counted_by_adapter_whatever_it_is_called() -> None:
     async with served(FakeEngine(adapters=dict.fromkeys(ODD, "/a"))) as client:
         await ask(client, *ODD, ODD[0], "base", "nobody")
@@ -65,6 +70,24 @@ async def test_an_unloaded_adapter_leaves_its_label_to_another() -> None:
         await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
         await ask(client, "c")
         assert await requests(client) == {"b": 1, "other": 1, "c": 1}
+
+
+async def test_tokens_are_counted_by_the_same_labels() -> None:
+    engine = FakeEngine(adapters=dict.fromkeys("abc", "/a"))
+    async with served(engine, metrics_adapters=2) as client:
+        for model, prompt in (("a", "xy"), ("b", "xyz"), ("c", "z"), ("base", "x")):
+            body = {"model": model, "prompt": prompt, "stream": model == "b"}
+            await client.post("/v1/completions", json=body)
+        assert await tokens(client) == {"a": 4, "b": 6, "other": 2}
+        await client.post("/v1/unload_lora_adapter", json={"lora_name": "a"})
+        assert await tokens(client) == {"b": 6, "other": 2}
+
+
+async def test_tokens_that_were_found_in_the_prefix_cache_are_not_counted() -> None:
+    async with served(FakeEngine(adapters={"a": "/a"})) as client:
+        for _ in range(2):
+            await client.post("/v1/completions", json={"model": "a", "prompt": "four"})
+        assert await tokens(client) == {"a": 8 + 1 + 4}
 
 
 async def test_an_adapter_called_other_breaks_nothing() -> None:

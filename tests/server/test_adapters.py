@@ -45,6 +45,7 @@ async def test_adapters_are_listed_with_their_state(client: httpx.AsyncClient) -
         "pinned": True,
         "slot": None,
         "vocab_size": None,
+        "weight": None,
         "tier": "host",
         "in_flight": 0,
         "last_used": None,

@@ -63,6 +63,17 @@ def test_ready_line_gives_url_and_names(tmp_path: Path) -> None:
         assert models[0]["max_model_len"] == 50
 
 
+@pytest.mark.parametrize(("named", "name"), [((), "base"), (("--served-model-name", "me"), "me")])
+def test_weights_reach_the_engine_with_the_base_as_requests_call_it(
+    named: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    weights = ("--adapter-weights", f"shout=4,{name}=3,*=2")
+    with serve(*named, *weights, "--adapter", f"shout={tmp_path}") as (_, url, lines):
+        assert "the base has weight 3" in lines
+        [shout] = httpx.get(f"{url}/v1/adapters").json()["data"]
+        assert shout["weight"] == 4
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_lets_requests_finish_and_stops_the_engine(number: signal.Signals) -> None:
     with serve() as (process, url, _):

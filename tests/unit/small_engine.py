@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loramux.adapter_weights import AdapterWeights
 from loramux.adapters.catalog import Catalog
 from loramux.engine.adapters import IncomingAdapter
 from loramux.engine.admission import Admission
@@ -122,6 +123,7 @@ class SmallEngine:
         adapter_max_wait: float = math.inf,
         host_bytes: int | None = None,
         prefix_cache: bool = True,
+        weights: AdapterWeights | str | None = None,
     ) -> None:
         self.pending: list[Origin] = []
         """Adapters that the core has asked for."""
@@ -151,6 +153,7 @@ class SmallEngine:
             arena_bytes=arena_bytes,
             host_bytes=10**6 if host_bytes is None else host_bytes,
             adapter_max_wait=adapter_max_wait,
+            weights=AdapterWeights.parse(weights, "base") if isinstance(weights, str) else weights,
             clock=lambda: self.now,
         )
         limits = RequestLimits(max_model_len, VOCAB_SIZE, block_size if prefix_cache else None)

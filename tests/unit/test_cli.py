@@ -80,6 +80,7 @@ def test_every_field_has_an_option_that_arrives(probe: Probe) -> None:
         "gpu_memory": 0.75,
         "prefix_cache": False,
         "max_waiting": 33,
+        "adapter_weights": "sql=4,*=0.5",
         "host": "0.0.0.0",
         "port": 1234,
         "served_model_name": "me",

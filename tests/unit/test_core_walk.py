@@ -85,6 +85,7 @@ class EngineWalk(RuleBasedStateMachine):
         max_wait=st.sampled_from((math.inf, 3.0, 0.0)),
         host_bytes=st.sampled_from((10**6, 100, 130)),
         prefix_cache=st.sampled_from((True, True, False)),
+        weights=st.sampled_from((None, "*=1", "a=4,base=0.5")),
     )
     def start(
         self,
@@ -95,6 +96,7 @@ class EngineWalk(RuleBasedStateMachine):
         max_wait: float,
         host_bytes: int,
         prefix_cache: bool,
+        weights: str | None,
     ) -> None:
         self.num_slots = num_slots
         self.max_wait = max_wait
@@ -112,6 +114,7 @@ class EngineWalk(RuleBasedStateMachine):
             adapter_max_wait=max_wait,
             host_bytes=host_bytes,
             prefix_cache=prefix_cache,
+            weights=weights,
         )
         for name in NAMES[:3]:
             self.engine.load(name, f"s{NAMES.index(name)}")

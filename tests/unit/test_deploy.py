@@ -37,6 +37,7 @@ def served_metrics() -> set[str]:
     metrics = app.state.context.metrics
     metrics.count("/health", 200)
     metrics.count_adapter("a")
+    metrics.count_tokens("a", 1)
     metrics.timer("/v1/completions")
     text = asyncio.run(metrics.text()).decode()
     found = {f.name: f.type for f in text_string_to_metric_families(text)}

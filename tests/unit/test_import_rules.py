@@ -2,7 +2,7 @@
 
 cli, deploy, demo -> server, engine -> scheduling -> adapters
 engine.build -> worker -> model -> lora -> ops
-types, errors, guide, config, plan below everything
+types, errors, guide, adapter_weights, config, plan below everything
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import loramux
 from tests.unit.import_graph import Import, first_loads, imports_of, read_package
 
-_PURE = ("types", "stats", "errors", "guide", "config", "plan")
+_PURE = ("types", "stats", "errors", "guide", "adapter_weights", "config", "plan")
 _ADAPTERS = ("adapters", "adapters.spec", "adapters.experts", "adapters.fusions")
 _ENGINE = ("engine", "engine.interface")
 _WORKER = ("worker", "model", "lora", "ops", "ops.tuning")
@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "guide": ("errors",),
     "types": ("guide", "errors"),
     "stats": (),
-    "config": ("errors",),
+    "adapter_weights": ("errors",),
+    "config": ("adapter_weights", "errors"),
     "plan": ("types", "errors"),
     "adapters.spec": _PURE,
     "adapters.fusions": ("adapters.spec", *_PURE),

@@ -37,3 +37,22 @@ def test_given_sizes_that_cannot_work_together_are_refused() -> None:
 def test_a_share_of_memory_is_above_zero_and_at_most_one(share: float) -> None:
     with pytest.raises(ConfigError, match="gpu_memory"):
         SchedulerOptions(gpu_memory=share)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sql=0", "sql=-1", "sql=nan", "sql=inf", "sql=many", "sql", "sql=", "=4", "", "sql=4,",
+        "sql=4,sql=4", "*=1,*=2", "sql=1001", "sql=0.0009", "sql=2000,*=1.9",
+    ],
+)  # fmt: skip
+def test_weights_that_are_none_are_refused_with_what_to_write(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"adapter_weights: .*(write|leave|choose)"):
+        SchedulerOptions(adapter_weights=text)
+
+
+def test_without_weights_there_are_no_shares() -> None:
+    assert SchedulerOptions().weights("base") is None
+    given = SchedulerOptions(adapter_weights="sql=1000,base=2").weights("base")
+    assert given is not None
+    assert (given.of("sql"), given.of("chat"), given.of(None)) == (1000, 1, 2)

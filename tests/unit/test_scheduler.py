@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from loramux.adapter_weights import AdapterWeights
 from loramux.adapters.residency import Residency
 from loramux.plan import PENDING_TOKEN, SlotClear, SlotLoad
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
+from loramux.scheduling.fair_shares import FairShares
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
@@ -31,6 +33,7 @@ class Bench:
         adapters: Sequence[str] = "abc",
         max_wait: float = math.inf,
         max_load_bytes: int = 100,
+        weights: str | None = None,
     ) -> None:
         self.now = 0.0
         self.blocks = BlockAllocator(num_blocks)
@@ -38,9 +41,16 @@ class Bench:
         for name in adapters:
             add_with_copy(self.residency, name, 1)
         limits = Limits(max_num_seqs, max_step_tokens, 4, max_load_bytes)
-        drains = Drains(max_wait, lambda: self.now)
+        self.shares = None
+        if weights is not None:
+            self.shares = FairShares(AdapterWeights.parse(weights), lambda name: True)
         self.scheduler = Scheduler(
-            limits, self.blocks, self.residency, drains=drains, clock=lambda: self.now
+            limits,
+            self.blocks,
+            self.residency,
+            drains=Drains(max_wait, lambda: self.now),
+            shares=self.shares,
+            clock=lambda: self.now,
         )
         self.count = 0
 
@@ -63,6 +73,7 @@ class Bench:
             tokens=list(range(length)),
             num_prompt_tokens=length,
             max_total_tokens=length + room,
+            adapter=adapter,
             priority=priority,
         )
         self.count += 1

@@ -90,6 +90,10 @@ class Catalog:
         with self._lock:
             return None if model is None else self._entries.get(model)
 
+    def has(self, name: str) -> bool:
+        """Whether a name stands for an adapter now."""
+        return self.find(name) is not None
+
     def entry(self, name: str) -> Entry:
         """Raises UnknownAdapter."""
         with self._lock:

@@ -60,7 +60,13 @@ def serve(
         from loramux.server.app import create_app
 
         build = partial(
-            build_service, base, engine, adapters, server.registry, log_format=server.log_format
+            build_service,
+            base,
+            engine,
+            adapters,
+            server.registry,
+            served_model_name=server.served_model_name,
+            log_format=server.log_format,
         )
         running = AsyncEngine(ServiceProcess(build))
 
@@ -86,6 +92,7 @@ def build_service(
     adapters: dict[str, str],
     registry: str | None,
     *,
+    served_model_name: str | None,
     log_format: str,
 ) -> Service:
     """Make the engine, in a process of its own. Raises LoramuxError."""
@@ -94,4 +101,6 @@ def build_service(
 
     from loramux.engine import build
 
-    return build.build_service(base, options, adapters, registry=place)
+    return build.build_service(
+        base, options, adapters, registry=place, base_alias=served_model_name
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import NamedTuple
 
+from loramux.adapter_weights import AdapterWeights
 from loramux.adapters.catalog import Catalog, Entry
 from loramux.adapters.registry import Record
 from loramux.adapters.residency import Residency, Room
@@ -38,12 +39,19 @@ class AdapterDesk:
     """Keeps catalog, residency, languages and worker in step. Called from the engine's thread."""
 
     def __init__(
-        self, catalog: Catalog, residency: Residency, worker: Worker, languages: Languages
+        self,
+        catalog: Catalog,
+        residency: Residency,
+        worker: Worker,
+        languages: Languages,
+        weights: AdapterWeights | None,
     ) -> None:
+        """``weights``: of the adapters' shares, where they have any."""
         self._catalog = catalog
         self._residency = residency
         self._worker = worker
         self._languages = languages
+        self._weights = weights
         self._origins: dict[AdapterId, Origin] = {}
         self._last_used: dict[AdapterId, float] = {}
         self._last_errors: dict[AdapterId, str] = {}
@@ -324,6 +332,7 @@ class AdapterDesk:
             last_error=self._last_errors.get(entry.adapter_id),
             warnings=entry.warnings,
             vocab_size=entry.vocab_size,
+            weight=None if self._weights is None else self._weights.of(entry.name),
         )
 
 

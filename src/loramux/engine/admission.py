@@ -100,6 +100,7 @@ class Admission:
                 tokens=list(prompt),
                 num_prompt_tokens=len(prompt),
                 max_total_tokens=max_total,
+                adapter=None if adapter_id is None else request.model,
                 matcher=None if grammar is None else grammar.matcher(),
                 prefix=None if prefix is None else prefix.copy(),
                 priority=request.priority,

@@ -124,10 +124,23 @@ def build_service(
     adapters: Mapping[str, str] | None = None,
     served_name: str | None = None,
     registry: Registry | None = None,
+    *,
+    base_alias: str | None = None,
 ) -> EngineService:
-    """The same without streams. Raises as above."""
+    """The same without streams. Raises as above.
+
+    ``base_alias``: the name of the base in requests, and so in the options, where a server before
+    the engine has another one for it.
+    """
     options, adapters = options or EngineOptions(), adapters or {}
-    parts = build_parts(base, options, served_name, adapters=adapters, registry=registry)
+    parts = build_parts(
+        base,
+        options,
+        served_name,
+        adapters=adapters,
+        registry=registry,
+        base_alias=base_alias,
+    )
     return parts.service(
         max_open=options.scheduler.max_waiting + parts.limits.max_num_seqs,
         adapters=tuple(adapters.items()),
@@ -142,10 +155,11 @@ def build_parts(
     *,
     adapters: Mapping[str, str] | None = None,
     registry: Registry | None = None,
+    base_alias: str | None = None,
 ) -> Parts:
     """Load a base model and its tokenizer and build an engine. Raises as above.
 
-    ``adapters`` and ``registry`` as in ``assemble``.
+    The rest as in ``assemble``.
     """
     model = load_base(base, options.model)
     return assemble(
@@ -155,6 +169,7 @@ def build_parts(
         served_name or base,
         adapters=adapters,
         registry=registry,
+        base_alias=base_alias,
     )
 
 
@@ -166,12 +181,14 @@ def assemble(
     *,
     adapters: Mapping[str, str] | None = None,
     registry: Registry | None = None,
+    base_alias: str | None = None,
     runs_ahead: bool = False,
 ) -> Parts:
     """Build an engine around a model that is in memory. Raises as above.
 
     ``adapters``, by name and source, and those of ``registry`` are what the engine will serve from
     the start on: here they are only asked for their sizes, and the registry for being of this base.
+    ``base_alias``: as ``build_service`` has it.
     ``runs_ahead``: launch a step before the one before is known, also where that gains nothing.
     """
     device = model.model.device
@@ -253,6 +270,7 @@ def assemble(
         host_bytes=host_bytes,
         max_host_copies=options.adapters.max_cpu_loras,
         adapter_max_wait=options.adapters.adapter_max_wait,
+        weights=options.scheduler.weights(base_alias or base_name),
         slot_bytes=arena.slot_bytes,
     )
     prefix_block = BLOCK_SIZE if options.scheduler.prefix_cache else None

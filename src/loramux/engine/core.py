@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from loramux.adapter_weights import AdapterWeights
 from loramux.adapters.catalog import Catalog
 from loramux.adapters.residency import Residency
 from loramux.engine.adapters import AdapterDesk, IncomingAdapter
@@ -19,6 +20,7 @@ from loramux.errors import EngineStopped
 from loramux.plan import SequenceResult, SequenceStep, SlotLoad
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
+from loramux.scheduling.fair_shares import FairShares
 from loramux.scheduling.request import Request
 from loramux.scheduling.scheduler import Limits, Scheduler, Step
 from loramux.scheduling.tally import ADAPTERS, SEQUENCES, STEP_SECONDS, Tally
@@ -62,10 +64,13 @@ class EngineCore:
         host_bytes: int,
         max_host_copies: int | None = None,
         adapter_max_wait: float,
+        weights: AdapterWeights | None = None,
         slot_bytes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``adapter_max_wait``: seconds that a request waits for a slot before one is drained.
+
+        ``weights``: of the adapters' shares, where they have any.
 
         ``slot_bytes``: what each slot adds to ``arena_bytes``, where these hang on the slots.
         """
@@ -73,13 +78,14 @@ class EngineCore:
         self._languages = languages
         self._blocks = BlockAllocator(num_blocks)
         self._residency = Residency(num_slots, arena_bytes, host_bytes, max_host_copies)
-        self.adapters = AdapterDesk(catalog, self._residency, worker, languages)
+        self.adapters = AdapterDesk(catalog, self._residency, worker, languages, weights)
         self._answers: dict[RequestId, Answer | Embedding] = {}
         self._scheduler = Scheduler(
             limits,
             self._blocks,
             self._residency,
             drains=Drains(adapter_max_wait, clock),
+            shares=None if weights is None else FairShares(weights, catalog.has),
             forbidden_tokens=self._forbidden_tokens,
             clock=clock,
         )

@@ -16,8 +16,8 @@ from loramux.types import (
     Waited,
 )
 
-Turn = tuple[int, int]
-"""Priority and arrival: the least one is served first."""
+Turn = tuple[int, int, int]
+"""Priority, virtual start (0 without shares) and arrival: the least one is served first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -40,18 +40,22 @@ class Request:
     num_prompt_tokens: int
     max_total_tokens: int
     """Prompt and output together may be this long."""
+    adapter: str | None
+    """The name that ``adapter_id`` was asked for by."""
     matcher: Matcher | None = None
     """What follows its output through its guide, with each token that lands."""
     prefix: PrefixKeys | None = None
     """By which its full blocks are found; None where it neither looks for blocks nor leaves any."""
     priority: int = 0
     """The lower the number, the earlier it is served."""
-    turn: Turn = (0, 0)
+    turn: Turn = (0, 0, 0)
     """Its place among all requests, given by the scheduler."""
     num_in_flight: int = 0
     """Tokens that follow ``tokens``: launched steps sample them, and nobody knows them yet."""
     num_computed: int = 0
     """Tokens whose keys and values are in ``blocks`` once all launched steps have run."""
+    most_computed: int = 0
+    """The largest ``num_computed`` with which it has stopped to run."""
     blocks: array[int] = field(default_factory=lambda: array("i"))
     """KV blocks in the order of its tokens; of 32 bits each, as attention reads them."""
     num_known_blocks: int = 0
@@ -89,6 +93,15 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output, with the tokens in flight."""
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_used(self) -> int:
+        """Tokens that were computed or chosen for it; right while it does not run.
+
+        Each counts once, though a preemption has it computed again.
+        """
+        has_output = len(self.tokens) > self.num_prompt_tokens
+        return (len(self.tokens) if has_output else self.most_computed) - self.num_cached
 
     @property
     def has_gained(self) -> bool:

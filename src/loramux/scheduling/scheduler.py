@@ -13,6 +13,7 @@ from loramux.adapters.residency import Residency
 from loramux.plan import PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPlan
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
+from loramux.scheduling.fair_shares import FairShares
 from loramux.scheduling.load_budget import MAX_STEP_LOAD_BYTES, LoadBudget
 from loramux.scheduling.request import Request, Turn
 from loramux.scheduling.sequence_blocks import SequenceBlocks
@@ -43,7 +44,8 @@ class Step:
 class Scheduler:
     """Continuous batching: running requests first, then waiting ones, each in turn.
 
-    A request's turn is its priority, the lowest number first, and then its arrival; it stays.
+    A request's turn is its priority, the lowest number first, then its place by the shares of the
+    adapters, where these have any (``FairShares``), and then its arrival; it stays.
     Every running request gets a token of the budget; a long prompt is read in chunks of what the
     others leave. When blocks run out, the running request with the last turn is preempted: it loses
     its blocks, waits in its old place and is recomputed later, but for what it finds still there
@@ -70,6 +72,7 @@ class Scheduler:
         residency: Residency,
         *,
         drains: Drains,
+        shares: FairShares | None = None,
         forbidden_tokens: Callable[[Request], tuple[int, ...]] = lambda request: (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,6 +81,7 @@ class Scheduler:
         self._limits = limits
         self._blocks = SequenceBlocks(blocks, limits.block_size)
         self._slots = SlotUse(residency, drains)
+        self._shares = shares
         self._forbidden_tokens = forbidden_tokens
         self._clock = clock
         self._waiting: list[Request] = []  # both lists in order of their turns
@@ -148,7 +152,7 @@ class Scheduler:
         # The last token's keys and values are never computed.
         assert self.fits(request.max_total_tokens - 1), "admission must refuse what cannot fit"
         self._by_id[request.request_id] = request
-        request.turn = (request.priority, self._num_arrived)
+        request.turn = (request.priority, self._virtual_start(request), self._num_arrived)
         request.queued_at = self._clock()
         self._num_arrived += 1
         if not self._slots.has_copy(request.adapter_id):
@@ -165,6 +169,8 @@ class Scheduler:
         else:
             self._waiting.remove(request)
             self._note_first_waiting(request.adapter_id)
+        if self._shares is not None:
+            self._shares.leave(request.request_id, request.num_used)
 
     def distrust(self, request: Request) -> None:
         """A request's logits are not finite: nobody shall find its keys and values.
@@ -246,6 +252,19 @@ class Scheduler:
             assert self._blocks.count(request.num_computed) == len(request.blocks)
         running = Counter(r.adapter_id for r in self._running if r.adapter_id is not None)
         self._slots.check(running, self.waiting_adapters(), self._in_use_before)
+        if self._shares is not None:
+            started = {r.request_id: r.waited is not None for r in self._by_id.values()}
+            self._shares.check(started)
+
+    def _virtual_start(self, request: Request) -> int:
+        if self._shares is None:
+            return 0
+        return self._shares.enter(
+            request.request_id,
+            request.adapter,
+            priority=request.priority,
+            cost=request.max_total_tokens,
+        )
 
     def _retire(self) -> None:
         """Take blocks, slots and places from those that certainly end with a token in flight."""
@@ -301,6 +320,7 @@ class Scheduler:
     def _stop_running(self, request: Request) -> None:
         self._running.remove(request)
         request.running = False
+        request.most_computed = max(request.most_computed, request.num_computed)
         self._blocks.release(request)
         self._slots.leave(request.adapter_id)
 
@@ -357,6 +377,8 @@ class Scheduler:
         without_slot = 0.0 if since is None else now - since
         request.waited = Waited(now - request.queued_at, without_slot)
         self.queue_waits.observe(request.waited.queue_seconds)
+        if self._shares is not None:
+            self._shares.note_start(request.request_id)
         if request.adapter_id is not None:
             self.slot_waits.observe(without_slot)
 

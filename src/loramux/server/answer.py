@@ -57,6 +57,10 @@ class Usage:
     cached_tokens: int
     """Those of the prompts that were found in the prefix cache."""
 
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens + self.completion_tokens
+
     def as_json(self) -> dict[str, Any]:
         total = self.prompt_tokens + self.completion_tokens
         return {

@@ -96,6 +96,12 @@ class Metrics:
             ["adapter"],
             registry=self.registry,
         )
+        self._adapter_tokens = Counter(
+            "loramux_adapter_tokens",
+            "Tokens of requests that have ended, computed or generated, by the same labels",
+            ["adapter"],
+            registry=self.registry,
+        )
         self._max_adapters = max_adapters
         self._labelled: set[str] = set()
         self._first_token = self._histogram(
@@ -122,14 +128,22 @@ class Metrics:
         """Count a request that the engine has taken for an adapter."""
         if name not in self._labelled and len(self._labelled) < self._max_adapters:
             self._labelled.add(name)
-        self._adapter_requests.labels(name if name in self._labelled else _OTHER).inc()
+        self._adapter_requests.labels(self._label(name)).inc()
+
+    def count_tokens(self, name: str, num_tokens: int) -> None:
+        """Count what a request to an adapter has used."""
+        self._adapter_tokens.labels(self._label(name)).inc(num_tokens)
 
     def forget_adapter(self, name: str) -> None:
         """An adapter has been unloaded: its label is free for another one."""
         if name in self._labelled:
             self._labelled.remove(name)
             if name != _OTHER:
-                self._adapter_requests.remove(name)
+                for counter in (self._adapter_requests, self._adapter_tokens):
+                    counter.remove(name)
+
+    def _label(self, name: str) -> str:
+        return name if name in self._labelled else _OTHER
 
     def timer(self, endpoint: str) -> Timer:
         """A clock for one request, started now."""

@@ -85,6 +85,8 @@ class RequestMiddleware:
             finally:
                 endpoint = _endpoint(scope)
                 self._metrics.count(endpoint, status)
+                if facts.answer is not None and facts.adapter is not None:
+                    self._metrics.count_tokens(facts.adapter, facts.answer.usage.computed_tokens)
                 if span is not None:
                     span.end(facts, status)
                 if self._access_log:
