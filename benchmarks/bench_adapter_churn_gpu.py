@@ -32,7 +32,7 @@ from benchmarks.churn import (
     rounded,
     show,
 )
-from benchmarks.llama import adapter_bytes, add_adapters, llama_engine
+from benchmarks.gpu_models import adapter_bytes, add_adapters, llama_engine
 from benchmarks.report import finish
 from benchmarks.traces import Lengths, draw_trace
 from loramux.engine.async_engine import AsyncEngine

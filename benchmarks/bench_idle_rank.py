@@ -11,7 +11,7 @@ import argparse
 import torch
 
 from benchmarks.bench_serving_offline import Case, Table, run
-from benchmarks.llama import add_adapters, llama_engine
+from benchmarks.gpu_models import add_adapters, llama_engine
 from benchmarks.report import finish
 from loramux import LLM
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.llama import add_adapters, llama_engine
+from benchmarks.gpu_models import add_adapters, llama_engine
 from benchmarks.report import finish
 from benchmarks.workloads import BASE, rows_of
 from loramux import LLM, SamplingParams

@@ -1,6 +1,6 @@
 """What does one decode step cost, base against LoRA, and where does the time go?
 
-A Llama-3.1-8B shape with random weights; every sequence has ``--context`` tokens. The step is the
+A shape with random weights; every sequence has ``--context`` tokens. The step is the
 engine's own, from filling its inputs to the logits; only the choice of tokens is left out.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.llama import add_adapters, llama_engine
+from benchmarks.gpu_models import add_adapters, llama_engine, qwen_moe_engine
 from benchmarks.report import finish
 from benchmarks.workloads import BASE, rows_of
 from loramux.engine.build import Parts
@@ -26,9 +26,12 @@ KINDS = (
     ("LoRA shrink", r"shrink"),
     ("LoRA expand", r"expand"),
     ("attention", r"Decode|PersistentVariableLengthMerge|MergeStates|BatchPrefill|_write_kernel"),
+    ("experts", r"rank_kernel|cut_kernel|product_kernel|gate_kernel|combine_kernel"),
     ("products", r"gemm|nvjet|cutlass|gemv|splitK|cublas"),
     ("between", r"triton_|elementwise|reduce|index|copy|Memcpy|Memset|embedding|arange|cat"),
 )
+
+SHAPES = {"llama-8b": llama_engine, "qwen3-30b-a3b": qwen_moe_engine}
 
 _STEPS = 10
 """Steps one behind the other, so that the host is ahead of the GPU as it is in the engine."""
@@ -40,12 +43,20 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--ranks", type=int, nargs="+", default=[16])
-    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--layers", type=int, help="those of the shape by default")
+    parser.add_argument("--device-cache", metavar="SIZE", help="as in loramux serve")
+    parser.add_argument("--kv-cache", metavar="SIZE", default="40GiB")
     parser.add_argument("--out", help="file for the JSON record")
     arguments = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
-    parts = llama_engine(
-        layers=arguments.layers, max_loras=arguments.slots, max_num_seqs=max(arguments.rows)
+    layers = {} if arguments.layers is None else {"layers": arguments.layers}
+    parts = SHAPES[arguments.shape](
+        max_loras=arguments.slots,
+        max_num_seqs=max(arguments.rows),
+        kv_cache=arguments.kv_cache,
+        device_cache=arguments.device_cache,
+        **layers,
     )
     for rank in arguments.ranks:
         place_adapters(parts, arguments.slots, rank)

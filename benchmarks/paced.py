@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.llama import word_tokenizer
+from benchmarks.gpu_models import word_tokenizer
 from loramux.config import AdapterOptions, EngineOptions, SchedulerOptions
 from loramux.engine.build import assemble
 from loramux.engine.service import EngineService

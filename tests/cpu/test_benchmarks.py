@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from benchmarks import bench_adapter_churn, bench_moe_lora_op
 from benchmarks.bench_step import decode_plan
-from benchmarks.llama import add_adapters
+from benchmarks.gpu_models import add_adapters
 from benchmarks.workloads import BASE
+from transformers import PreTrainedModel
 
 from loramux import LLM, SamplingParams
 from loramux.testing import tiny_model
 from tests.cpu.engines import assemble_tiny
+from tests.cpu.test_experts import build
 
 
 def test_adapter_churn(tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,8 +46,13 @@ def test_adapter_churn(tiny_base: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert all(figures["output tokens/s"] > 0 for figures in many.values())
 
 
-def test_random_adapters_of_the_gpu_benchmarks_answer_and_differ() -> None:
-    parts = assemble_tiny(tiny_model())
+@pytest.mark.parametrize(
+    "model", [tiny_model, lambda: build("Qwen3MoeConfig")], ids=["dense", "moe"]
+)
+def test_random_adapters_of_the_gpu_benchmarks_answer_and_differ(
+    model: Callable[[], PreTrainedModel],
+) -> None:
+    parts = assemble_tiny(model(), device_cache="4MiB")
     add_adapters(parts, ["a", "b", "c"], [4, 8])
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     outputs = LLM.over(parts).generate([[1, 2, 3]] * 4, params, adapter=[None, "a", "b", "c"])
