@@ -83,16 +83,22 @@ def drawn(shape: tuple[int, int], rank: int, seed: int) -> tuple[Tensor, Tensor]
 
 
 def per_expert(
-    model: PreTrainedModel, leaves: Sequence[str], experts: Sequence[int], ranks: Sequence[int]
+    model: PreTrainedModel,
+    leaves: Sequence[str],
+    experts: Sequence[int],
+    ranks: Sequence[int],
+    *,
+    sizes: tuple[int, int] = (HIDDEN, SIZE),
+    seed: int = 0,
 ) -> Weights:
     """Deltas on these projections of these experts of every layer; the ranks take turns."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for name in experts_of(model):
         for expert in experts:
             for leaf in leaves:
-                shape = (SIZE, HIDDEN) if leaf == "down_proj" else (HIDDEN, SIZE)
+                shape = sizes[::-1] if leaf == "down_proj" else sizes
                 rank = ranks[len(found) % len(ranks)]
-                found[f"{name}.{expert}.{leaf}"] = drawn(shape, rank, len(found))
+                found[f"{name}.{expert}.{leaf}"] = drawn(shape, rank, seed + len(found))
     return found
 
 

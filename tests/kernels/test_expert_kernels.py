@@ -112,6 +112,18 @@ def test_a_row_keeps_every_bit_whatever_the_others_are(device: torch.device) -> 
     assert torch.equal(case.run()[0], before[0])
 
 
+def test_nothing_is_waited_for_where_nothing_runs_aside(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream that is being captured may not wait for one that is not."""
+    case, waits = Case(device, num_tokens=2), []
+    monkeypatch.setattr(StepLaunches, "join", waits.append)
+    case.run(lora=False)
+    assert not waits
+    case.run(lora=True)
+    assert len(waits) == 2
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_many_pairs_are_sorted_as_few_are(
     device: torch.device, lora: bool, monkeypatch: pytest.MonkeyPatch

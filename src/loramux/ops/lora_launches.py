@@ -67,7 +67,8 @@ class StepLaunches:
             yield
 
     def join(self) -> None:
-        """Have the current stream wait for what runs aside."""
+        """Have the current stream wait for what runs aside. Something must: a stream that is being
+        captured may not wait for one that is not."""
         if self._side is not None:
             torch.cuda.current_stream(self._side.device).wait_stream(self._side)
 

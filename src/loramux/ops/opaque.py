@@ -199,7 +199,7 @@ def _run_experts_shape(
     lora: bool,
     experts: int,
 ) -> Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _own_results(results: list[Tensor], x: Tensor, place: Tensor, parts: int) -> list[Tensor]:

@@ -129,20 +129,21 @@ class TritonExperts:
         into = self._shrink(x, arena, table[:2], routed, routed.tokens) if lora else None
         both = x.new_empty(num_pairs, 2 * size)
         self._product(x, gate_up, both, routed, top_k, tiles)
-        self._step.join()
+        if lora:
+            self._step.join()
         inner = x.new_empty(num_pairs, size)
         self._apply_gate(both, inner, arena, into, routed, activation)
 
         out = self._shrink(inner, arena, table[2:3], routed, routed.order) if lora else None
         y = x.new_empty(num_pairs, hidden)
         self._product(inner, down, y, routed, 1, tiles)
-        self._step.join()
         if out is not None:
+            self._step.join()
             launch_expand(
                 self._step.run, y, out.planes, arena, out.table, [hidden], None, out.pieces,
                 self._step.rank_bucket, out.tiles, beside=False,
             )  # fmt: skip
-        result = torch.empty_like(x)
+        result = x.new_empty(num_tokens, hidden)
         self._step.run(
             _combine,
             (num_tokens, triton.cdiv(hidden, _COMBINE_COLUMNS)),

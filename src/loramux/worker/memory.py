@@ -207,10 +207,11 @@ def give_back_unused() -> None:
 
 
 def _smallest_adapter(worker: Worker) -> PreparedAdapter:
-    """Rank 1 on one linear: enough to make every linear of a step do what LoRA takes."""
-    shapes = worker.layer_shapes
-    module = min(range(len(shapes)), key=lambda i: block_bytes([shapes[i]], 1, worker.dtype))
-    num_bytes = block_bytes([shapes[module]], 1, worker.dtype)
+    """On one linear: enough to make every linear of a step do what LoRA takes. Experts take room by
+    the largest rank of a step, which is that of this one."""
+    shapes, rank = worker.layer_shapes, worker.max_rank if worker.layout.experts else 1
+    module = min(range(len(shapes)), key=lambda i: block_bytes([shapes[i]], rank, worker.dtype))
+    num_bytes = block_bytes([shapes[module]], rank, worker.dtype)
     block = HostBlock((torch.zeros(num_bytes // worker.dtype.itemsize, dtype=worker.dtype),))
-    copy = HostCopy(block, plain_placements({module: shapes[module]}, 1, worker.dtype))
-    return PreparedAdapter(AdapterId("largest-step"), num_bytes, 1, (), copy)
+    copy = HostCopy(block, plain_placements({module: shapes[module]}, rank, worker.dtype))
+    return PreparedAdapter(AdapterId("largest-step"), num_bytes, rank, (), copy)

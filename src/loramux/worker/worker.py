@@ -91,7 +91,8 @@ class Worker:
         self._base = base
         self._anatomy = anatomy
         self._seam = seam
-        self._max_rank = max_rank
+        self.max_rank = max_rank
+        """Of adapters, by the options."""
         self._lenient = lenient
         self._host = HostStore()
         self.host_memory = host_memory
@@ -182,7 +183,7 @@ class Worker:
             name,
             directory,
             self._anatomy.layout,
-            max_rank=self._max_rank,
+            max_rank=self.max_rank,
             lenient=self._lenient,
         )
         # What DoRA computes on a GPU stands beside the steps.
