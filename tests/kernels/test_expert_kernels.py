@@ -116,8 +116,9 @@ def test_nothing_is_waited_for_where_nothing_runs_aside(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stream that is being captured may not wait for one that is not."""
-    case, waits = Case(device, num_tokens=2), []
-    monkeypatch.setattr(StepLaunches, "join", waits.append)
+    case = Case(device, num_tokens=2)
+    waits: list[StepLaunches] = []
+    monkeypatch.setattr(StepLaunches, "join", lambda step: waits.append(step))
     case.run(lora=False)
     assert not waits
     case.run(lora=True)
