@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from loramux import LLM
+from loramux.adapters.conversion import convert
 from loramux.adapters.formats.reader import read_adapter
 from loramux.adapters.identity import adapter_id
 from loramux.adapters.inspected import Inspection
@@ -159,6 +160,67 @@ def test_gate_and_up_in_one_have_the_rows_of_gate_first(tmp_path: Path) -> None:
     expected = with_deltas(model, one_by_one(one))
     llm = LLM.over(assemble_tiny(model), {"a": str(folder)})
     check(ask(llm, ["a"] * 2), {"a": expected})
+
+
+def write_mlx(folder: Path, found: Stacks, **change: tuple[int, ...]) -> None:
+    """As mlx-lm saves LoRASwitchLinear; ``change``: of the shape of every A or B."""
+    folder.mkdir()
+    tensors: dict[str, Tensor] = {}
+    for name, stack in found.items():
+        switch = name.replace("experts", "switch_mlp")
+        tensors[f"{switch}.lora_a"] = stack.a.flatten(0, 1).clone()
+        tensors[f"{switch}.lora_b"] = stack.b.clone()
+    for part, shape in change.items():
+        tensors |= {key: torch.ones(shape) for key in tensors if key.endswith(part)}
+    save_file(tensors, folder / "adapters.safetensors")
+    said = {"fine_tune_type": "lora", "num_layers": -1, "model": "tiny"}
+    said |= {"lora_parameters": {"rank": RANK, "scale": 2.0, "dropout": 0.0}}
+    (folder / "adapter_config.json").write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeConfig", "MixtralConfig"])
+def test_mlx_lms_switch_layers_answer_as_with_the_deltas_in_the_weights(
+    family: str, tmp_path: Path
+) -> None:
+    model = build(family)
+    found = stacks(model, shared=False)
+    write_mlx(tmp_path / "mlx", found)
+    expected = with_deltas(model, one_by_one(found))
+    base = copy.deepcopy(model)
+    llm = LLM.over(assemble_tiny(model), {"mlx": str(tmp_path / "mlx")})
+    check(ask(llm, ["mlx", None, "mlx", None]), {"mlx": expected, None: base})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lora_a": (RANK, HIDDEN)}, {"lora_b": (SIZE, RANK)}, {"lora_b": (0, SIZE, RANK)}],
+    ids=str,
+)
+def test_switch_layers_of_other_shapes_are_refused(
+    change: dict[str, tuple[int, ...]], tmp_path: Path
+) -> None:
+    """An A of one expert's size is no A that all share: mlx-lm has none such."""
+    model = build("Qwen3MoeConfig")
+    found = {k: v for k, v in stacks(model, shared=False).items() if k.endswith("up_proj")}
+    write_mlx(tmp_path / "mlx", found, **change)
+    with pytest.raises(AdapterRefused, match="tensors that LoRA of mlx-lm does not have"):
+        LLM.over(assemble_tiny(model), {"mlx": str(tmp_path / "mlx")})
+
+
+def test_experts_of_mlx_lm_can_be_written_as_peft_has_them_and_not_back(tmp_path: Path) -> None:
+    model = build("Qwen3MoeConfig")
+    write_mlx(tmp_path / "mlx", stacks(model, shared=False))
+    layout = assemble_tiny(model).worker.layout
+    convert(tmp_path / "mlx", tmp_path / "peft", layout, "peft")
+    ids = [
+        adapter_id(loaded.spec, loaded.tensors)
+        for loaded in (
+            read_adapter("a", tmp_path / name, layout, max_rank=64) for name in ("mlx", "peft")
+        )
+    ]
+    assert ids[0] == ids[1]
+    with pytest.raises(AdapterRefused, match="mlx-lm has all experts in one tensor"):
+        convert(tmp_path / "peft", tmp_path / "back", layout, "mlx")
 
 
 def test_vllms_dimensions_of_parameters_mean_what_pefts_do(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_magnitude_without_dora_is_refused(tmp_path: Path):
         ("model.layers.0.self_attn.q_proj.lora_A.weight", "does not have"),
         ("model.layers.0.self_attn.q_proj.weight", "does not have"),
         ("model.layers.0.self_attn.q_proj.lora_a_scales", "does not have"),
-        ("model.layers.0.mlp.switch_mlp.gate_proj.lora_a", "no module of"),
+        ("model.layers.0.mlp.switch_mlp.gate_proj.lora_a", "does not have"),
         ("model.embed_tokens.lora_a", "LoRA on an embedding"),
         ("model.layers.0.self_attn.o_proj.lora_a", "lora_B is missing"),
     ],

@@ -1,14 +1,12 @@
 """Reads an adapter of mlx-lm: its matrices are PEFT's transposed, its scale is a plain factor.
 
-A module has ``lora_a`` ``[in, r]``, ``lora_b`` ``[r, out]`` and, with DoRA, the magnitude ``m``
-``[out]``. They get PEFT's names and shapes before anything is checked, so that findings about
-tensors are in these terms.
+Tensors get PEFT's names and shapes (``mlx_keys``) before anything is checked, so that findings
+about them are in these terms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +15,10 @@ from torch import Tensor
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.load import CheckedAdapter, WeightFile, check
 from loramux.adapters.formats.mlx_config import MlxConfig, count_layers, read_config
-from loramux.adapters.formats.safetensors_header import SafetensorsFile, TensorEntry, examine
+from loramux.adapters.formats.mlx_keys import PeftTensor, in_peft_terms, module_of
+from loramux.adapters.formats.safetensors_header import SafetensorsFile, examine
 from loramux.adapters.formats.tensors import read_safetensors
-from loramux.adapters.formats.weight_files import MLX_FILE, module_of_mlx_key, peft_key
+from loramux.adapters.formats.weight_files import MLX_FILE
 from loramux.adapters.report import Report
 from loramux.adapters.spec import BaseLayout
 
@@ -49,11 +48,10 @@ def _open_weights(
 ) -> WeightFile:
     stored = examine(path)
     num_layers = count_layers(base.modules)
-    entries: dict[str, TensorEntry] = {}
-    stored_names: dict[str, str] = {}
-    for key, entry in stored.entries.items():
-        module = module_of_mlx_key(key)
-        if module is None:
+    found: dict[str, PeftTensor] = {}
+    for key in stored.entries:
+        module, tensor = module_of(key), in_peft_terms(key, stored.entries)
+        if module is None or tensor is None:
             report.refuse("tensors that LoRA of mlx-lm does not have", key)
             continue
         if module.rpartition(".")[2] in _EMBEDDINGS:
@@ -62,15 +60,13 @@ def _open_weights(
         unused = config.why_unused(module, num_layers) if config is not None else None
         if unused is not None:
             report.refuse(unused, module)
-        renamed = peft_key(key)
-        entries[renamed] = replace(entry, shape=entry.shape[::-1])
-        stored_names[renamed] = key
-    return WeightFile(entries, partial(_read_transposed, stored, stored_names))
+        found[key] = tensor
+    entries = {tensor.name: tensor.entry for tensor in found.values()}
+    if len(entries) < len(found):
+        report.refuse("duplicate: two tensors are meant for the same place")
+    return WeightFile(entries, partial(_read, stored, found))
 
 
-def _read_transposed(stored: SafetensorsFile, stored_names: Mapping[str, str]) -> dict[str, Tensor]:
+def _read(stored: SafetensorsFile, found: Mapping[str, PeftTensor]) -> dict[str, Tensor]:
     tensors = read_safetensors(stored)
-    return {
-        name: tensors[key].permute(*reversed(range(tensors[key].dim()))).contiguous()
-        for name, key in stored_names.items()
-    }
+    return {tensor.name: tensor.of(tensors[key]) for key, tensor in found.items()}

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from loramux.adapters.experts import inside
 from loramux.adapters.formats.mlx_config import place_in_layer
 from loramux.adapters.formats.peft_config import CONFIG_FILE
 from loramux.adapters.formats.weight_files import MLX_FILE
@@ -52,6 +53,8 @@ def _check(modules: Sequence[PlainModule], report: Report) -> None:
     for module in modules:
         if module.is_part:
             report.refuse("the base has this inside a fused linear, so mlx-lm has", module.name)
+        if inside(module.name) is not None:
+            report.refuse("mlx-lm has all experts in one tensor, which is not written", module.name)
         if place_in_layer(module.name) is None:
             report.refuse("mlx-lm has LoRA inside of layers only", module.name)
         for tensor in (module.a, module.b, module.magnitude):
