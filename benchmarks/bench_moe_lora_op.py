@@ -4,17 +4,22 @@ Some layers of experts with random weights, routers that choose at random, and a
 expert in one arena, as a CUDA graph: between two uses of a weight lie gigabytes, so none is found
 in a cache. ``base``: microseconds of a layer's experts without adapters. Others: what each mix of
 adapters takes; ``share`` is base over it. ``floor``: what the bytes take at least, of experts and
-of adapters that some row has chosen.
+of adapters that some row has chosen. ``kernels``: microseconds of each kernel, of which shrinks run
+beside products.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from benchmarks.bench_lora_op import COPY_BYTES_PER_MICROSECOND, DTYPE
 from benchmarks.report import finish
@@ -24,6 +29,8 @@ from loramux.adapters.spec import ModuleShape
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.lora.weights import block_bytes, plain_placements
+from loramux.ops import expert_tiles, triton_experts
+from loramux.ops.expert_tiles import ProductTiles
 from loramux.ops.layout import ALIGN_BYTES, EXPERT_PARTS, OFFSET_A, OFFSET_B, RANK
 from loramux.ops.lora_launches import StepLaunches
 from loramux.ops.tiles import FEW_ADAPTERS
@@ -87,13 +94,24 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 256, 4096])
+    parser.add_argument(
+        "--product",
+        action="append",
+        default=[],
+        metavar="NAME=N[,NAME=N]",
+        help="fields of ProductTiles to measure the base with, instead of the usual cases; may be "
+        "repeated",
+    )
     parser.add_argument("--out", help="file for the JSON record")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda")
     layers = Layers(device, arguments, max(arguments.adapters), max(arguments.rows))
-    results: dict[str, dict[str, float]] = {}
-    for rows in arguments.rows:
+    results: dict[str, dict[str, Any]] = {}
+    for rows, change in itertools.product(arguments.rows, arguments.product):
+        results[f"T{rows} base {change}"] = try_tiles(layers, rows, change, arguments.rank)
+        print(f"T{rows} base {change}", results[f"T{rows} base {change}"], flush=True)
+    for rows in () if arguments.product else arguments.rows:
         base = measure(layers, rows, 0, arguments.rank)
         results[f"T{rows} base"] = base
         for adapters in arguments.adapters:
@@ -107,7 +125,24 @@ def main() -> None:
     finish("moe_lora_op", record, results, arguments.out)
 
 
-def measure(layers: Layers, rows: int, adapters: int, rank: int) -> dict[str, float]:
+def try_tiles(layers: Layers, rows: int, change: str, rank: int) -> dict[str, Any]:
+    """The base with other tiles of its products."""
+    fields = {name: int(value) for name, value in (p.split("=") for p in change.split(","))}
+    usual = expert_tiles.product_tiles
+
+    def changed(num_pairs: int, num_experts: int, element_size: int) -> ProductTiles:
+        return replace(usual(num_pairs, num_experts, element_size), **fields)
+
+    triton_experts.product_tiles = changed
+    try:
+        return measure(layers, rows, 0, rank)
+    except OutOfResources as error:
+        return {"error": str(error)}
+    finally:
+        triton_experts.product_tiles = usual
+
+
+def measure(layers: Layers, rows: int, adapters: int, rank: int) -> dict[str, Any]:
     """Microseconds per layer of one case."""
     indices, weights = layers.chosen(rows)
     slots = rows_of("distinct" if adapters else "base", rows, adapters)
@@ -125,7 +160,20 @@ def measure(layers: Layers, rows: int, adapters: int, rank: int) -> dict[str, fl
         "us": round(graph_microseconds([run_all]) / len(indices), 1),
         "floor": round(sum(floors) / len(floors), 1),
         "error": error,
+        "kernels": kernel_microseconds(run_all, len(indices)),
     }
+
+
+def kernel_microseconds(run_all: Callable[[], None], num_layers: int) -> dict[str, float]:
+    """Of each kernel in a layer, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run_all()
+        torch.cuda.synchronize()
+    found: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name[:40]] += event.device_time_total
+    return {name: round(us / num_layers, 1) for name, us in found.most_common()}
 
 
 def begin(layers: Layers, slots: Sequence[int], rank: int) -> TritonExperts:

@@ -9,6 +9,9 @@ in an order that the tiles say, whichever rows share its program.
 
 Who goes where is found on the device, because the router has just said it. Grids are those of the
 worst case, and programs without rows end at once.
+
+What differs from step to step is kept from specialising the kernels: one that is compiled for a new
+size would make that step wait.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ NUM_FIELDS = 6
 from its start and how much of it is left; then the same of the run of expert and slot."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def rank_kernel(
     index,  # [T, TOP_K] int64: the experts that the router has chosen
     token_slot,  # [T]
@@ -89,7 +92,7 @@ def rank_kernel(
     tl.store(target + 5 * num_pairs, run_end - place, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "capacity", "expert_rows", "run_rows"])
 def cut_kernel(
     found,  # [6, pairs]
     pieces,  # [2, 3, capacity] int32, out: of experts, then of runs: which one, start and rows
@@ -176,7 +179,7 @@ def product_kernel(
     tl.store(target, acc.to(y.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def gate_kernel(
     both,  # [pairs, 2 * SIZE]: what the base's gate and up make
     hidden,  # [pairs, SIZE], out
