@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--lengths", type=int, nargs=2, default=[8, 32], metavar=("LOW", "HIGH"))
     parser.add_argument("--max-loras", type=int, default=4, help="of the server that is started")
+    parser.add_argument("--dtype", default="auto", help="of the server that is started")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", help="file for the JSON record")
     arguments = parser.parse_args(argv)
@@ -84,6 +85,7 @@ def server(arguments: argparse.Namespace) -> Iterator[str]:
     ]
     command = [sys.executable, "-m", "loramux", "serve", str(demo_base()), "--port=0", *named]
     command += ["--served-model-name=base", f"--max-loras={arguments.max_loras}"]
+    command += [f"--dtype={arguments.dtype}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from loramux.ops.attention import AttentionLayer, AttentionParams, KvShape
+from loramux.testing import tiny_model
 from loramux.worker.backends import no_flashinfer_because
+from tests.cpu.engines import assemble_tiny
 
 
 def layers(key_dim: int, value_dim: int) -> dict[int, AttentionLayer]:
@@ -52,3 +54,20 @@ def test_flashinfer_is_taken_where_it_has_kernels(
     dtype: torch.dtype, dims: tuple[int, int], fits: bool
 ) -> None:
     assert (no_flashinfer_because(layers(*dims), dtype) is None) == fits
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bfloat16", "warns"),
+    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, False, False)],
+    ids=str,
+)
+def test_a_cpu_that_is_slow_in_bfloat16_is_told_of(
+    dtype: torch.dtype,
+    has_bfloat16: bool,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("loramux.worker.backends.cpu_has_bfloat16", lambda: has_bfloat16)
+    assemble_tiny(tiny_model().to(dtype))
+    assert ("--dtype float32" in caplog.text) == warns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -47,9 +48,21 @@ def choose_backends(
         return _cuda_backends(model, anatomy.attention, limits, options)
     if options.adapters.tuning is not None:
         raise ConfigError("a tuning table is for a GPU's kernels: leave --tuning out on a CPU")
+    if model.dtype == torch.bfloat16 and not cpu_has_bfloat16():
+        log.warning(
+            "this CPU has no instructions for bfloat16, in which it takes several times as long as "
+            "in float32: start with --dtype float32, which takes twice the memory"
+        )
     # float32 products start fast enough for one after the other.
     ops = StackedOps() if model.dtype == torch.bfloat16 else ReferenceOps()
     return Backends(_torch_attention(model, anatomy.attention), ops)
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether products of bfloat16 are computed as such; else they go number by number."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return True
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _cuda_backends(
