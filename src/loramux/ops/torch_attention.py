@@ -172,14 +172,19 @@ def _attend_plainly(
     if params.softcap is not None:
         scores = params.softcap * torch.tanh(scores / params.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
+    length = scores.shape[2]
     if params.sinks is not None:
-        num_kv_heads, num_rows, length = scores.shape
-        sinks = torch.tensor(params.sinks, dtype=scores.dtype, device=scores.device)
-        sinks = sinks.view(num_kv_heads, -1, 1)  # a row for each query head of the key head
-        sinks = sinks.repeat_interleave(num_rows // sinks.shape[1], dim=1)
-        weights = torch.softmax(torch.cat([scores, sinks], -1), dim=-1, dtype=torch.float32)
-        return weights[..., :length].to(v.dtype) @ v
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype) @ v
+        scores = torch.cat([scores, _sinks_beside(scores, params.sinks)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., :length]
+    return weights.to(v.dtype) @ v
+
+
+def _sinks_beside(scores: Tensor, sinks: Sequence[float]) -> Tensor:
+    """``[kv heads, rows, 1]``; the rows of a key head are those of its query heads in turn."""
+    num_kv_heads, num_rows, _ = scores.shape
+    by_head = torch.tensor(sinks, dtype=scores.dtype, device=scores.device)
+    by_head = by_head.view(num_kv_heads, -1, 1)
+    return by_head.repeat_interleave(num_rows // by_head.shape[1], dim=1)
 
 
 def _padded_length(length: int) -> int:

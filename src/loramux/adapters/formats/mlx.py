@@ -15,7 +15,7 @@ from torch import Tensor
 from loramux.adapters.formats.files import MalformedFile
 from loramux.adapters.formats.load import CheckedAdapter, WeightFile, check
 from loramux.adapters.formats.mlx_config import MlxConfig, count_layers, read_config
-from loramux.adapters.formats.mlx_keys import PeftTensor, in_peft_terms, module_of
+from loramux.adapters.formats.mlx_keys import PeftTensor, in_peft_terms
 from loramux.adapters.formats.safetensors_header import SafetensorsFile, examine
 from loramux.adapters.formats.tensors import read_safetensors
 from loramux.adapters.formats.weight_files import MLX_FILE
@@ -50,10 +50,11 @@ def _open_weights(
     num_layers = count_layers(base.modules)
     found: dict[str, PeftTensor] = {}
     for key in stored.entries:
-        module, tensor = module_of(key), in_peft_terms(key, stored.entries)
-        if module is None or tensor is None:
+        tensor = in_peft_terms(key, stored.entries)
+        if tensor is None:
             report.refuse("tensors that LoRA of mlx-lm does not have", key)
             continue
+        module = tensor.module
         if module.rpartition(".")[2] in _EMBEDDINGS:
             report.refuse("LoRA on an embedding is not served in this format", module)
             continue

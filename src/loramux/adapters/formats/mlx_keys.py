@@ -26,6 +26,8 @@ _PART = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnit
 class PeftTensor:
     """A tensor by PEFT's name and in PEFT's shape."""
 
+    module: str
+    """That it belongs to, as mlx-lm calls it."""
     name: str
     entry: TensorEntry
     is_turned: bool
@@ -37,12 +39,6 @@ class PeftTensor:
         return stored.view(self.entry.shape)
 
 
-def module_of(key: str) -> str | None:
-    """The module that a tensor belongs to; None for what LoRA of mlx-lm does not have."""
-    match = _KEY.fullmatch(key)
-    return None if match is None else match[1]
-
-
 def in_peft_terms(key: str, entries: Mapping[str, TensorEntry]) -> PeftTensor | None:
     """None for what LoRA of mlx-lm does not have, by its name or its shape."""
     match, entry = _KEY.fullmatch(key), entries[key]
@@ -52,12 +48,12 @@ def in_peft_terms(key: str, entries: Mapping[str, TensorEntry]) -> PeftTensor | 
     switch = _SWITCH.fullmatch(module)
     if switch is None or part == "m":
         name = f"{module}.{_PART[part]}"
-        return PeftTensor(name, replace(entry, shape=entry.shape[::-1]), is_turned=True)
+        return PeftTensor(module, name, replace(entry, shape=entry.shape[::-1]), is_turned=True)
     shape = _of_switch(entry, part, entries.get(f"{module}.lora_b"))
     if shape is None:
         return None
     name = f"{switch[1]}experts.{switch[2]}.{_PART[part]}"
-    return PeftTensor(name, replace(entry, shape=shape), is_turned=False)
+    return PeftTensor(module, name, replace(entry, shape=shape), is_turned=False)
 
 
 def _of_switch(entry: TensorEntry, part: str, b: TensorEntry | None) -> tuple[int, ...] | None:
