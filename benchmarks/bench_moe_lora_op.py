@@ -5,7 +5,8 @@ expert in one arena, as a CUDA graph: between two uses of a weight lie gigabytes
 in a cache. ``base``: microseconds of a layer's experts without adapters. Others: what each mix of
 adapters takes; ``share`` is base over it. ``floor``: what the bytes take at least, of experts and
 of adapters that some row has chosen. ``kernels``: microseconds of each kernel, of which shrinks run
-beside products.
+beside products. ``grouped_mm``: what torch's grouped product takes for the same two products, once
+the rows are sorted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import grouped_mm
 from triton.runtime.errors import OutOfResources
 
 from benchmarks.bench_lora_op import COPY_BYTES_PER_MICROSECOND, DTYPE
@@ -113,6 +115,7 @@ def main() -> None:
         print(f"T{rows} base {change}", results[f"T{rows} base {change}"], flush=True)
     for rows in () if arguments.product else arguments.rows:
         base = measure(layers, rows, 0, arguments.rank)
+        base["grouped_mm"] = grouped_mm_microseconds(layers, rows)
         results[f"T{rows} base"] = base
         for adapters in arguments.adapters:
             if adapters > rows:
@@ -164,6 +167,24 @@ def measure(layers: Layers, rows: int, adapters: int, rank: int) -> dict[str, An
     }
 
 
+def grouped_mm_microseconds(layers: Layers, rows: int) -> float:
+    """Of both products of a layer, by torch."""
+    indices, _ = layers.chosen(rows)
+    experts, hidden, size = layers.down[0].shape
+    x = _random(rows * layers.top_k, hidden, scale=1.0, device=layers.arena.device)
+    inner = _random(rows * layers.top_k, size, scale=1.0, device=layers.arena.device)
+    ends = [
+        torch.bincount(index.reshape(-1), minlength=experts).cumsum(0).int() for index in indices
+    ]
+
+    def run_all() -> None:
+        for gate_up, down, end in zip(layers.gate_up, layers.down, ends, strict=True):
+            grouped_mm(x, gate_up.transpose(1, 2), offs=end)
+            grouped_mm(inner, down.transpose(1, 2), offs=end)
+
+    return round(graph_microseconds([run_all]) / len(indices), 1)
+
+
 def kernel_microseconds(run_all: Callable[[], None], num_layers: int) -> dict[str, float]:
     """Of each kernel in a layer, by name."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -192,7 +213,8 @@ def run(
 ) -> Tensor:  # fmt: skip
     return experts.run_experts(
         x, index, weights, layers.gate_up[layer], layers.down[layer], layers.arena,
-        layers.table(layer), layers.routing.token_slot, "silu", lora=lora,
+        layers.table(layer), layers.routing.token_slot, layers.routing.token_count, "silu",
+        lora=lora,
     )  # fmt: skip
 
 

@@ -33,6 +33,8 @@ KINDS = (
 
 SHAPES = {"llama-8b": llama_engine, "qwen3-30b-a3b": qwen_moe_engine}
 
+_PROMPTS = 16
+"""Whose contexts are computed in one step."""
 _STEPS = 10
 """Steps one behind the other, so that the host is ahead of the GPU as it is in the engine."""
 
@@ -56,8 +58,10 @@ def main() -> None:
         max_num_seqs=max(arguments.rows),
         kv_cache=arguments.kv_cache,
         device_cache=arguments.device_cache,
+        host_cache=arguments.device_cache or "16GiB",
         **layers,
     )
+    compute_contexts(parts, max(arguments.rows), arguments.context, arguments.slots)
     for rank in arguments.ranks:
         place_adapters(parts, arguments.slots, rank)
         for rows in arguments.rows:
@@ -68,6 +72,20 @@ def main() -> None:
                 results[name] = measure(parts, rows, popularity, arguments)
                 print(name, results[name], flush=True)
     finish("step", vars(arguments) | {"gpu": torch.cuda.get_device_name()}, results, arguments.out)
+
+
+def compute_contexts(parts: Parts, rows: int, context: int, base_slot: int) -> None:
+    """Have keys and values of every sequence: experts are chosen by what they make of a token."""
+    every = decode_plan([base_slot] * rows, context).sequences
+    for first in range(0, rows, _PROMPTS):
+        sequences = [
+            step._replace(
+                token_ids=[(7919 * i + 1009 * place) % 30_000 for place in range(context)], start=0
+            )
+            for i, step in enumerate(every[first : first + _PROMPTS], first)
+        ]
+        plan = StepPlan((), tuple(sequences))
+        parts.worker.forward(build_inputs(plan, {}), plan.sequences)
 
 
 def place_adapters(parts: Parts, count: int, rank: int) -> None:

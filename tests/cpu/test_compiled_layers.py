@@ -32,6 +32,9 @@ GROWN = 165
 OTHER = [(53 * i + 5) % 160 for i in range(4)]
 
 
+CPU = torch.device("cpu")
+
+
 class OpaqueAttention(TorchAttention):
     """Torch's attention behind the op that compiled layers call; padding rows come to nothing."""
 
@@ -41,8 +44,9 @@ class OpaqueAttention(TorchAttention):
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
+        device: torch.device = CPU,
     ) -> None:
-        super().__init__(layers, num_blocks + 1, block_size, dtype)
+        super().__init__(layers, num_blocks + 1, block_size, dtype, device)
         self._number = register_attention(self)
         self._spare = AttentionSequence(0, 1, 0, (num_blocks,))
 

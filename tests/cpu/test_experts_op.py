@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from loramux.adapters.experts import DOWN, GATE, PARTS, UP
+from loramux.ops import expert_tiles
 from tests.cpu.adapted_experts import (
     EXPERTS,
     HIDDEN,
@@ -32,9 +33,24 @@ NOTHING = Adapter({})
 """On experts: the adapter has attention alone."""
 
 
-@pytest.fixture(params=[in_torch, by_kernels], ids=["torch", "kernels"])
-def build(request: pytest.FixtureRequest) -> Build:
-    return request.param
+WAYS = {
+    "kernels": {},
+    "by pair": {"ALONE_PAIRS": 0},
+    "by run": {"ALONE_PAIRS": 0, "PAIRS_PER_EXPERT_OF_FEW": 0, "PAIRS_PER_EXPERT_OF_MANY": 0},
+}
+"""How kernels go about adding deltas, by what a step's size is compared with."""
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Build:
+    if request.param == "torch":
+        return in_torch
+    for name, value in WAYS[request.param].items():
+        monkeypatch.setattr(expert_tiles, name, value)
+    return by_kernels
+
+
+in_every_way = pytest.mark.parametrize("build", ["torch", *WAYS], indirect=True)
 
 
 def assert_same_bits(got: Tensor, wanted: Tensor) -> None:
@@ -45,6 +61,7 @@ def differ(got: Tensor, other: Tensor) -> list[bool]:
     return [not torch.equal(a, b) for a, b in zip(got, other, strict=True)]
 
 
+@in_every_way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("num_tokens", [1, 2, TOKENS, MAX_TOKENS])
 def test_odd_and_even_rows_follow_the_formula(
@@ -83,6 +100,7 @@ def test_rows_keep_every_bit_whoever_shares_the_batch(build: Build, dtype: torch
         assert_same_bits(layer.run(slots, rows), wanted)
 
 
+@in_every_way
 @pytest.mark.usefixtures("rows_apart")
 def test_adapters_without_experts_give_the_bits_of_the_base(build: Build) -> None:
     layer = ExpertsLayer(build)
@@ -120,6 +138,7 @@ def test_experts_may_be_missing(build: Build) -> None:
     assert len(set(touched)) == 2, "rows of both kinds are needed to show"
 
 
+@in_every_way
 def test_ranks_may_differ_between_experts_and_projections(build: Build) -> None:
     layer = ExpertsLayer(build)
     ranks = iter([1, 2, 3, 5, 8, 16, 33, 64, 7, 4, 24, 40])
@@ -170,6 +189,7 @@ def test_what_experts_share_gives_the_bits_of_its_copies(build: Build, dtype: to
     assert layer.block_bytes(1) - layer.block_bytes(0) == saved
 
 
+@in_every_way
 def test_magnitudes_scale_the_rows_of_a_projection(build: Build) -> None:
     layer = ExpertsLayer(build)
     plain = draw(1)

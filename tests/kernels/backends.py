@@ -38,7 +38,7 @@ def compiled_backends(
     )
 
     def attention(num_blocks: int) -> OpaqueAttention:
-        return OpaqueAttention(anatomy.attention, num_blocks, BLOCK_SIZE, model.dtype)
+        return OpaqueAttention(anatomy.attention, num_blocks, BLOCK_SIZE, model.dtype, device)
 
     return Backends(attention, ops, ops.workspace_bytes, compiled)
 

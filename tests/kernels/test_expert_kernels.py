@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from loramux.ops import triton_experts
+from loramux.ops import expert_routing, expert_tiles
+from loramux.ops.expert_routing import Choice, Runs, route
 from loramux.ops.expert_tiles import num_pieces, product_tiles
 from loramux.ops.lora_launches import StepLaunches
-from loramux.ops.triton_experts import TritonExperts, sort_pairs
+from loramux.ops.triton_experts import TritonExperts
 
 SLOTS = 3
 
@@ -51,13 +52,14 @@ class Case:
         self.table = torch.zeros(3 * num_experts, SLOTS + 1, 4, dtype=torch.int64, device=device)
         self.token_slot = torch.randint(SLOTS + 1, (num_tokens,), generator=generator)
         self.token_slot = self.token_slot.int().to(device)
+        self.token_count = torch.tensor([num_tokens], dtype=torch.int32, device=device)
         self.experts = TritonExperts(StepLaunches(device, 16))
 
     def run(self, activation: str = "silu", *, lora: bool = False) -> Tensor:
         arena = torch.zeros(16, dtype=self.x.dtype, device=self.x.device)
         return self.experts.run_experts(
             self.x, self.index, self.weights, self.gate_up, self.down, arena, self.table,
-            self.token_slot, activation, lora=lora,
+            self.token_slot, self.token_count, activation, lora=lora,
         )  # fmt: skip
 
     def expected(self, activation: str = "silu") -> Tensor:
@@ -112,6 +114,29 @@ def test_a_row_keeps_every_bit_whatever_the_others_are(device: torch.device) -> 
     assert torch.equal(case.run()[0], before[0])
 
 
+@pytest.mark.parametrize("num_tokens", [3, 20, 70])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("most_counted", [0, 8192])
+def test_padding_becomes_nothing_and_no_expert_works_for_it(
+    device: torch.device,
+    num_tokens: int,
+    lora: bool,
+    most_counted: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(expert_routing, "_MAX_COUNTED", most_counted)
+    case = Case(device, num_tokens=num_tokens)
+    wanted = case.expected()[:2]
+    case.token_count.fill_(2)
+    used = sorted({*case.index[:2].reshape(-1).tolist()})
+    unused = [expert for expert in range(len(case.down)) if expert not in used]
+    case.gate_up[unused], case.down[unused], case.x[2:] = torch.nan, torch.nan, torch.nan
+    case.index[2:] = 2**40
+    result = case.run(lora=lora)
+    assert torch.allclose(result[:2].double(), wanted, atol=1e-5)
+    assert not result[2:].any()
+
+
 def test_nothing_is_waited_for_where_nothing_runs_aside(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,23 +156,47 @@ def test_many_pairs_are_sorted_as_few_are(
 ) -> None:
     case = Case(device, num_tokens=50, num_experts=6)
     counted = case.run(lora=lora)
-    monkeypatch.setattr(triton_experts, "_MAX_COUNTED", 0)
+    monkeypatch.setattr(expert_routing, "_MAX_COUNTED", 0)
     assert torch.equal(case.run(lora=lora), counted)
 
 
-def test_pairs_are_sorted_by_expert_then_slot_then_place(device: torch.device) -> None:
-    index = torch.tensor([[2, 0], [0, 2], [2, 1]], device=device)
-    slots = torch.tensor([1, 3, 1], dtype=torch.int32, device=device)
-    order, tokens, found = sort_pairs(index, slots, num_columns=4)
-    assert order.tolist() == [1, 2, 5, 0, 4, 3]
-    assert tokens.tolist() == [0, 1, 2, 0, 2, 1]
-    experts, expert_at, expert_left, runs, run_at, run_left = found.tolist()
-    assert experts == [0, 0, 1, 2, 2, 2]
-    assert expert_at == [0, 1, 0, 0, 1, 2]
-    assert expert_left == [2, 1, 1, 3, 2, 1]
-    assert runs == [1, 3, 13, 25, 25, 27]  # records of three parts, four columns each
-    assert run_at == [0, 0, 0, 0, 1, 0]
-    assert run_left == [1, 1, 1, 2, 1, 1]
+INDEX = [[2, 0], [0, 2], [2, 1], [1, 1]]
+"""Of four tokens, of which the last is padding."""
+
+
+@pytest.mark.parametrize("most_at_once", [0, 128], ids=["two launches", "one"])
+@pytest.mark.parametrize("most_counted", [0, 8192], ids=["torch", "counted"])
+def test_pairs_are_cut_by_expert_and_by_slot(
+    device: torch.device, most_at_once: int, most_counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_tiles, "ALONE_PAIRS", 0)
+    monkeypatch.setattr(expert_routing, "_SORTED_AT_ONCE", most_at_once)
+    monkeypatch.setattr(expert_routing, "_MAX_COUNTED", most_counted)
+    choice = Choice(
+        torch.tensor(INDEX, device=device),
+        torch.tensor([1, 3, 1, 3], dtype=torch.int32, device=device),
+        torch.tensor([3], dtype=torch.int32, device=device),
+    )
+    routed = route(StepLaunches(device, 16), choice, num_experts=3, expert_rows=2, columns=4)
+    assert routed.slots is not None
+    assert routed.order[:6].tolist() == [1, 2, 5, 0, 4, 3]
+    assert pieces_of(routed.experts) == [(0, 0, 2), (1, 2, 1), (2, 3, 2), (2, 5, 1)]
+    assert routed.slots.tokens[:6].tolist() == [0, 1, 2, 0, 2, 1]
+    # Records of three parts, four columns each.
+    runs = [(1, 0, 1), (3, 1, 1), (13, 2, 1), (25, 3, 2), (27, 5, 1)]
+    assert pieces_of(routed.slots.runs) == runs
+    places, records = routed.slots.by_pair[:, :6].tolist()
+    assert places == [48, 0, 16, 64, 49, 32]
+    assert records == [25, 1, 3, 27, 25, 13]
+
+
+def pieces_of(runs: Runs) -> list[tuple[int, int, int]]:
+    """Which, start and rows of those that have any; what is unused must be nothing."""
+    pieces = list(zip(runs.slot.tolist(), runs.start.tolist(), runs.rows.tolist(), strict=True))
+    assert len(pieces) == runs.grid
+    used = [piece for piece in pieces if piece[2]]
+    assert pieces == used + [(0, 0, 0)] * (runs.grid - len(used))
+    return used
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64])
@@ -160,4 +209,4 @@ def test_pieces_never_outnumber_their_room(rows: int) -> None:
 
 def test_tiles_of_the_base_hang_on_the_size_of_the_step_alone() -> None:
     rows = [product_tiles(pairs, 128, 2).block_rows for pairs in (8, 512, 4096, 65536)]
-    assert rows == [16, 16, 32, 128]
+    assert rows == [16, 16, 64, 128]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
 from loramux import LLM
@@ -36,6 +37,7 @@ from tests.kernels.backends import called_backends, compiled_backends
 def test_mixed_adapters_answer_as_with_the_deltas_in_the_weights(
     family: str,
     backends: Callable[..., Backends],
+    device: torch.device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -50,7 +52,9 @@ def test_mixed_adapters_answer_as_with_the_deltas_in_the_weights(
         write(tmp_path / name, weights)
     models = {name: with_deltas(model, weights) for name, weights in adapters.items()}
     base = copy.deepcopy(model)
-    llm = LLM.over(assemble_tiny(model), {name: str(tmp_path / name) for name in adapters})
+    llm = LLM.over(
+        assemble_tiny(model.to(device)), {name: str(tmp_path / name) for name in adapters}
+    )
     outputs = ask(llm, [None, *adapters], prompts=[[5, 77, 31], [9]], max_tokens=2)
     check(outputs, {None: base, **models})
     assert not counters["graph_break"]

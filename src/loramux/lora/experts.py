@@ -172,6 +172,7 @@ class GroupedExperts(nn.Module):
         self.register_buffer("arena", context.arena, persistent=False)
         self.register_buffer("table", table, persistent=False)
         self.register_buffer("token_slot", context.routing.token_slot, persistent=False)
+        self.register_buffer("token_count", context.routing.token_count, persistent=False)
         self.activation = activation
         self.form = context.form
         self.number = context.ops.experts
@@ -187,6 +188,7 @@ class GroupedExperts(nn.Module):
             self.arena,
             self.table,
             self.token_slot,
+            self.token_count,
             self.activation,
             self.form.value is not Form.NONE,
             self.number,

@@ -19,7 +19,8 @@ class Routing:
 
     ``token_slot [T]`` int32: slot of each row. ``sorted_rows [T]`` int32: the rows in stable order
     of slot, the base's last. ``slot_start [slots + 2]`` int32: where each slot's rows begin in that
-    order; the last entry is T. Rows beyond ``num_tokens`` are padding of the base slot.
+    order; the last entry is T. Rows beyond ``num_tokens`` are padding of the base slot;
+    ``token_count [1]`` int32 says so on the device.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class Routing:
         self._flushes = uploads is None
         self.token_slot = torch.full((max_tokens,), num_slots, dtype=torch.int32, device=device)
         self.sorted_rows = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        self.token_count = torch.zeros(1, dtype=torch.int32, device=device)
         self.slot_start = torch.zeros(num_slots + 2, dtype=torch.int32, device=device)
         self._segments = SegmentBuffers(num_slots, max_tokens, device, self._uploads)
         self._adapter_rows: torch.Tensor | None = None
@@ -100,5 +102,6 @@ class Routing:
         self._uploads.copy(self.token_slot, token_slot)
         self._uploads.copy(self.sorted_rows, order)
         self._uploads.copy(self.slot_start, starts)
+        self._uploads.copy(self.token_count, np.array([self.num_tokens], dtype=np.int32))
         if self._flushes:
             self._uploads.flush()

@@ -50,7 +50,8 @@ def compile_layers(
 
 def _inductor_options() -> dict[str, Any]:
     """Forms of a step are compiled apart, and a base row must have the same bits in all of them,
-    whether adapters share its step or not."""
+    whether adapters share its step or not. Routers choose by a kernel for few experts."""
+    from loramux.model.top_k_pass import ShortTopK
     from loramux.model.whole_rows import WholeRows
 
     return {
@@ -59,4 +60,5 @@ def _inductor_options() -> dict[str, Any]:
         # leaves out other roundings.
         "emulate_precision_casts": True,
         "inductor_choices_class": WholeRows,
+        "post_grad_custom_pre_pass": ShortTopK(),
     }

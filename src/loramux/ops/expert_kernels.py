@@ -1,17 +1,14 @@
-"""A mixture's experts as Triton kernels: who goes where, the base's products, and what joins them.
+"""A mixture's experts as Triton kernels: the base's products, and what joins them.
 
-A pair is a token and one of the experts chosen for it; pair p is choice p % TOP_K of token
-p // TOP_K. Whatever is computed stands in rows by pair; sorted, by expert and slot, is only the
-order in which programs take them. So a program has rows of one expert, or of one expert and slot.
+Whatever is computed stands in rows by pair of token and expert (``expert_routing_kernels``); sorted
+is only the order in which programs take them. So a program has rows of one expert, or of one expert
+and slot. Grids are those of the worst case, and programs without rows end at once.
+
+Deltas are added by runs of expert and slot where these are long, by matrix products; where they are
+a row or two, pair by pair in the launches that the base needs anyway.
 
 A base row's bits hang on the size of the step alone: every row of a product is summed up by itself,
 in an order that the tiles say, whichever rows share its program.
-
-Who goes where is found on the device, because the router has just said it. Grids are those of the
-worst case, and programs without rows end at once.
-
-What differs from step to step is kept from specialising the kernels: one that is compiled for a new
-size would make that step wait.
 """
 
 from __future__ import annotations
@@ -30,103 +27,6 @@ OFFSET_B = tl.constexpr(layout.OFFSET_B)
 OFFSET_G = tl.constexpr(layout.OFFSET_G)
 RECORD = tl.constexpr(layout.RECORD)
 NO_GAIN = tl.constexpr(layout.NO_GAIN)
-EXPERT_PARTS = tl.constexpr(layout.EXPERT_PARTS)
-
-NUM_FIELDS = 6
-"""Of what ``rank_kernel`` finds for each place in the sorted order: the expert, how far its run is
-from its start and how much of it is left; then the same of the run of expert and slot."""
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def rank_kernel(
-    index,  # [T, TOP_K] int64: the experts that the router has chosen
-    token_slot,  # [T]
-    order,  # [pairs] int32, out: pairs in sorted order
-    tokens,  # [pairs] int32, out: their tokens
-    found,  # [6, pairs] int32, out
-    num_pairs,
-    num_columns,  # slots + 1
-    TOP_K: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,  # else all pairs are the base's
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """A pair's place is the number of pairs before it: counted, for up to some thousands of pairs.
-
-    Grid (blocks of pairs). A run of expert and slot is called by the place of its gate's record,
-    counted in records from that of expert 0 and slot 0.
-    """
-    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = pairs < num_pairs
-    expert = tl.load(index + pairs, mask=mask, other=0).to(tl.int32)
-    slot = tl.zeros((BLOCK,), tl.int32)
-    if HAS_SLOTS:
-        slot = tl.load(token_slot + pairs // TOP_K, mask=mask, other=0)
-    first_key = expert * num_columns
-    key = first_key + slot
-    place = tl.zeros((BLOCK,), tl.int32)
-    run_start, run_end, expert_start, expert_end = place, place, place, place
-    for start in range(0, num_pairs, CHUNK):
-        others = start + tl.arange(0, CHUNK)
-        other_mask = others < num_pairs
-        other_expert = tl.load(index + others, mask=other_mask, other=0).to(tl.int32)
-        other_key = other_expert * num_columns
-        if HAS_SLOTS:
-            other_key += tl.load(token_slot + others // TOP_K, mask=other_mask, other=0)
-        other_key = tl.where(other_mask, other_key, 0x7FFFFFFF)[None, :]
-        before = other_key < key[:, None]
-        stable = before | ((other_key == key[:, None]) & (others[None, :] < pairs[:, None]))
-        place += tl.sum(stable.to(tl.int32), 1)
-        run_start += tl.sum(before.to(tl.int32), 1)
-        run_end += tl.sum((other_key <= key[:, None]).to(tl.int32), 1)
-        expert_start += tl.sum((other_key < first_key[:, None]).to(tl.int32), 1)
-        expert_end += tl.sum((other_key < (first_key + num_columns)[:, None]).to(tl.int32), 1)
-    tl.store(order + place, pairs, mask=mask)
-    tl.store(tokens + place, pairs // TOP_K, mask=mask)
-    target = found + place
-    tl.store(target, expert, mask=mask)
-    tl.store(target + num_pairs, place - expert_start, mask=mask)
-    tl.store(target + 2 * num_pairs, expert_end - place, mask=mask)
-    tl.store(target + 3 * num_pairs, first_key * EXPERT_PARTS + slot, mask=mask)
-    tl.store(target + 4 * num_pairs, place - run_start, mask=mask)
-    tl.store(target + 5 * num_pairs, run_end - place, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "capacity", "expert_rows", "run_rows"])
-def cut_kernel(
-    found,  # [6, pairs]
-    pieces,  # [2, 3, capacity] int32, out: of experts, then of runs: which one, start and rows
-    num_pairs,
-    capacity,
-    expert_rows,
-    run_rows,
-    CHUNK: tl.constexpr,
-):
-    """Cuts runs to pieces of at most so many rows. Grid (1) or, with slots, (2)."""
-    which = tl.program_id(0)
-    rows = tl.where(which == 0, expert_rows, run_rows)
-    found += which * 3 * num_pairs
-    pieces += which * 3 * capacity
-    count = 0
-    for start in range(0, num_pairs, CHUNK):
-        places = start + tl.arange(0, CHUNK)
-        mask = places < num_pairs
-        at = tl.load(found + num_pairs + places, mask=mask, other=1)
-        begins = mask & (at % rows == 0)
-        target = pieces + count + tl.cumsum(begins.to(tl.int32), 0) - 1
-        left = tl.load(found + 2 * num_pairs + places, mask=mask, other=0)
-        tl.store(target, tl.load(found + places, mask=mask, other=0), mask=begins)
-        tl.store(target + capacity, places, mask=begins)
-        tl.store(target + 2 * capacity, tl.minimum(left, rows), mask=begins)
-        count += tl.sum(begins.to(tl.int32), 0)
-    # Kernels load what belongs to a piece before they know whether it has rows.
-    nothing = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, capacity, CHUNK):
-        unused = start + tl.arange(0, CHUNK)
-        mask = (unused >= count) & (unused < capacity)
-        tl.store(pieces + unused, nothing, mask=mask)
-        tl.store(pieces + capacity + unused, nothing, mask=mask)
-        tl.store(pieces + 2 * capacity + unused, nothing, mask=mask)
 
 
 @triton.jit
@@ -135,13 +35,16 @@ def product_kernel(
     weight,  # [experts, N, K]
     y,  # [pairs, N], out
     order,
-    piece_expert,
+    piece_expert,  # or, where each pair is a piece, index [T, TOP_K]
     piece_start,
     piece_rows,
+    token_count,
     x_stride,
     N: tl.constexpr,
     K: tl.constexpr,
+    TOP_K: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,  # TOP_K where x has a row for each token, else 1
+    ALONE: tl.constexpr,  # each pair is a piece
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -151,14 +54,19 @@ def product_kernel(
     """y[p] = W[expert of p] x[p // PAIRS_PER_ROW]. Grid (pieces, column tiles): an expert's pieces
     stand side by side and share its weights in the cache."""
     piece = tl.program_id(0)
-    num_rows = tl.load(piece_rows + piece)
     expert = tl.load(piece_expert + piece).to(tl.int64)
-    start = tl.load(piece_start + piece)
+    rows = tl.arange(0, BLOCK_M)
+    if ALONE:
+        num_rows = (piece < tl.load(token_count) * TOP_K).to(tl.int32)
+        row_mask = rows < num_rows
+        pairs = (piece + tl.zeros((BLOCK_M,), tl.int32)).to(tl.int64)
+    else:
+        num_rows = tl.load(piece_rows + piece)
+        start = tl.load(piece_start + piece)
+        row_mask = rows < num_rows
+        pairs = tl.load(order + start + rows, mask=row_mask, other=0).to(tl.int64)
     if num_rows == 0:
         return
-    rows = tl.arange(0, BLOCK_M)
-    row_mask = rows < num_rows
-    pairs = tl.load(order + start + rows, mask=row_mask, other=0).to(tl.int64)
     x_rows = x + (pairs // PAIRS_PER_ROW)[:, None] * x_stride
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_mask = columns < N
@@ -179,24 +87,78 @@ def product_kernel(
     tl.store(target, acc.to(y.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["most_pairs"])
 def gate_kernel(
     both,  # [pairs, 2 * SIZE]: what the base's gate and up make
     hidden,  # [pairs, SIZE], out
     planes,  # [SPLIT_K, 2, plane_rows, plane_ranks] float32: A x of gate and up
     arena,
     table,  # gate and up of expert 0: [2, slots + 1, 4], rows of the slot tables
+    by_pair,  # [2, most pairs]: rows in the planes, and records
+    token_count,
+    most_pairs,
+    table_stride,
+    plane_rows,
+    plane_ranks,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LORA: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # 1 with LoRA
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):
+    """hidden = act(gate) * up, where gate and up have their deltas, pair by pair.
+
+    Grid (blocks of pairs, column tiles).
+    """
+    num_pairs = tl.load(token_count) * TOP_K
+    first = tl.program_id(0) * BLOCK_M
+    if first >= num_pairs:
+        return
+    pairs = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (pairs < num_pairs)[:, None] & (columns < SIZE)[None, :]
+    source = both + pairs[:, None] * (2 * SIZE) + columns[None, :]
+    gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(source + SIZE, mask=mask, other=0.0).to(tl.float32)
+    if LORA:
+        place = tl.load(by_pair + first)
+        record = table + tl.load(by_pair + most_pairs + first).to(tl.int64) * RECORD
+        h_row = planes + place.to(tl.int64) * plane_ranks
+        plane_size = plane_rows.to(tl.int64) * plane_ranks
+        for_gate = _row_delta(
+            h_row, plane_size, arena, record, columns, 0, 2, SIZE, UNIT, SPLIT_K, BLOCK_N, BLOCK_R,
+            ONE_BLOCK,
+        )  # fmt: skip
+        for_up = _row_delta(
+            h_row, plane_size, arena, record + table_stride, columns, 1, 2, SIZE, UNIT, SPLIT_K,
+            BLOCK_N, BLOCK_R, ONE_BLOCK,
+        )  # fmt: skip
+        gate = _add_row_delta(gate, for_gate)
+        up = _add_row_delta(up, for_up)
+    _store_gated(gate, up, hidden, pairs, columns, mask, SIZE, ACTIVATION)
+
+
+@triton.jit
+def gate_runs_kernel(
+    both,  # [pairs, 2 * SIZE]
+    hidden,  # [pairs, SIZE], out
+    planes,
+    arena,
+    table,
     order,
     piece_run,
     piece_start,
     piece_rows,
-    num_pairs,
     table_stride,
     plane_rows,
     plane_ranks,
     SIZE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    LORA: tl.constexpr,
     UNIT: tl.constexpr,
     SPLIT_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -205,41 +167,39 @@ def gate_kernel(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """hidden = act(gate) * up, where gate and up have their deltas. Grid (pieces, column tiles).
-
-    Without LoRA a piece is BLOCK_M pairs in their own order.
-    """
+    """The same for runs of expert and slot. Grid (pieces, column tiles)."""
     piece = tl.program_id(0)
     rows = tl.arange(0, BLOCK_M)
-    run = 0
-    if LORA:
-        num_rows = tl.load(piece_rows + piece)
-        start = tl.load(piece_start + piece)
-        run = tl.load(piece_run + piece)
-        if num_rows == 0:
-            return
-        row_mask = rows < num_rows
-        pairs = tl.load(order + start + rows, mask=row_mask, other=0).to(tl.int64)
-    else:
-        pairs = (piece * BLOCK_M + rows).to(tl.int64)
-        row_mask = pairs < num_pairs
+    num_rows = tl.load(piece_rows + piece)
+    start = tl.load(piece_start + piece)
+    run = tl.load(piece_run + piece)
+    if num_rows == 0:
+        return
+    row_mask = rows < num_rows
+    pairs = tl.load(order + start + rows, mask=row_mask, other=0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = row_mask[:, None] & (columns < SIZE)[None, :]
     source = both + pairs[:, None] * (2 * SIZE) + columns[None, :]
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(source + SIZE, mask=mask, other=0.0).to(tl.float32)
-    if LORA:
-        record = table + run.to(tl.int64) * RECORD
-        h_rows = planes + (piece * BLOCK_M + rows[:, None]).to(tl.int64) * plane_ranks
-        plane_size = plane_rows.to(tl.int64) * plane_ranks
-        gate = _with_delta(
-            gate, h_rows, plane_size, row_mask, arena, record, columns, 0, SIZE, UNIT, SPLIT_K,
-            BLOCK_M, BLOCK_N, BLOCK_R, DOT, PRECISION,
-        )  # fmt: skip
-        up = _with_delta(
-            up, h_rows, plane_size, row_mask, arena, record + table_stride, columns, 1, SIZE, UNIT,
-            SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, DOT, PRECISION,
-        )  # fmt: skip
+    record = table + run.to(tl.int64) * RECORD
+    h_rows = planes + (piece * BLOCK_M + rows[:, None]).to(tl.int64) * plane_ranks
+    plane_size = plane_rows.to(tl.int64) * plane_ranks
+    gate = _rows_with_delta(
+        gate, h_rows, plane_size, row_mask, arena, record, columns, 0, SIZE, UNIT, SPLIT_K,
+        BLOCK_M, BLOCK_N, BLOCK_R, DOT, PRECISION,
+    )  # fmt: skip
+    up = _rows_with_delta(
+        up, h_rows, plane_size, row_mask, arena, record + table_stride, columns, 1, SIZE, UNIT,
+        SPLIT_K, BLOCK_M, BLOCK_N, BLOCK_R, DOT, PRECISION,
+    )  # fmt: skip
+    _store_gated(gate, up, hidden, pairs, columns, mask, SIZE, ACTIVATION)
+
+
+@triton.jit
+def _store_gated(
+    gate, up, hidden, pairs, columns, mask, SIZE: tl.constexpr, ACTIVATION: tl.constexpr
+):
     # Rounded where the modelling code rounds.
     element: tl.constexpr = hidden.dtype.element_ty
     active = _activate(gate, ACTIVATION).to(element).to(tl.float32)
@@ -248,7 +208,85 @@ def gate_kernel(
 
 
 @triton.jit
-def _with_delta(
+def _row_delta(
+    h_row,
+    plane_size,
+    arena,
+    record,
+    columns,
+    PART: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    SIZE: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,  # no rank is above BLOCK_R
+):
+    """What ``_add_row_delta`` takes: B h and g, both ``[BLOCK_N]``, and the rank.
+
+    A program that needs several asks for all of them before it adds the first: adding is a barrier,
+    which later loads would wait for. So there are no branches either, if one block has all ranks.
+    """
+    r = tl.load(record + RANK).to(tl.int32)
+    b = arena + tl.load(record + OFFSET_B) * UNIT
+    offset_g = tl.load(record + OFFSET_G)
+    column_mask = columns < SIZE
+    if ONE_BLOCK:
+        ranks = tl.arange(0, BLOCK_R)
+        h = _sum_row(h_row, plane_size, r > 0, ranks, PART, NUM_PARTS, SPLIT_K, BLOCK_R)
+        b_tile = _load_b(b, columns, column_mask, ranks, r)
+        delta = tl.sum(b_tile.to(tl.float32) * h[None, :], 1)
+    else:
+        delta = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for rank_start in range(0, r, BLOCK_R):
+            ranks = rank_start + tl.arange(0, BLOCK_R)
+            h = _sum_row(h_row, plane_size, r > 0, ranks, PART, NUM_PARTS, SPLIT_K, BLOCK_R)
+            b_tile = _load_b(b, columns, column_mask, ranks, r)
+            delta += tl.sum(b_tile.to(tl.float32) * h[None, :], 1)
+    with_gain = columns < tl.where(offset_g != NO_GAIN, SIZE, 0)
+    gain = tl.load(arena + offset_g * UNIT + columns, mask=with_gain, other=1.0).to(tl.float32)
+    return delta, gain, r
+
+
+@triton.jit
+def _add_row_delta(y, found):
+    """g * (y + B h), or y ``[1, BLOCK_N]`` float32 as it is where there are no weights."""
+    delta, gain, r = found
+    return tl.where(r > 0, gain[None, :] * (y + delta[None, :]), y)
+
+
+@triton.jit
+def _sum_row(
+    h_row,
+    plane_size,
+    used,
+    ranks,
+    PART: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """A x of one pair, ``[BLOCK_R]``, or zeros."""
+    # Masked as a whole: beyond the rank there are zeros, and to mask these would make small loads.
+    mask = tl.arange(0, BLOCK_R) < tl.where(used, BLOCK_R, 0)
+    h = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    for split in tl.static_range(SPLIT_K):
+        source = h_row + (split * NUM_PARTS + PART) * plane_size + ranks
+        h += tl.load(source, mask=mask, other=0.0)
+    return h
+
+
+@triton.jit
+def _load_b(b, columns, column_mask, ranks, r):
+    """Some columns and ranks of B, ``[BLOCK_N, BLOCK_R]``; zeros beyond what there is."""
+    r_pad = (r + 7) // 8 * 8
+    mask = column_mask[:, None] & (ranks < r_pad)[None, :]
+    return tl.load(b + columns[:, None] * r_pad + ranks[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _rows_with_delta(
     y,  # [BLOCK_M, BLOCK_N] float32
     h_rows,
     plane_size,
@@ -302,22 +340,115 @@ def _activate(x, ACTIVATION: tl.constexpr):
         return x * tl.sigmoid(2.0 * inner)  # (1 + tanh(z)) / 2 is sigmoid(2 z)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["most_pairs"])
 def combine_kernel(
-    y,  # [pairs, SIZE]: what the experts make
+    y,  # [pairs, SIZE]: what the base's experts make
     weights,  # [T, TOP_K]: the router's
     out,  # [T, SIZE], out
+    planes,  # [SPLIT_K, 1, plane_rows, plane_ranks] float32: A x of down
+    arena,
+    table,  # down of expert 0: [1, slots + 1, 4]
+    by_pair,
+    token_count,
+    most_pairs,
+    table_stride,
+    plane_rows,
+    plane_ranks,
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
+    LORA: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
 ):
-    """out[t] = sum of weight times y over t's pairs, in the router's order. Grid (T, tiles)."""
+    """out[t] = sum of weight times y over t's pairs, in the router's order; with LoRA y has its
+    delta. Padding becomes 0. Grid (T, column tiles)."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = columns < SIZE
+    target = out + token * SIZE + columns
     acc = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    if token >= tl.load(token_count):
+        tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
+        return
+    y += token * TOP_K * SIZE
+    weights += token * TOP_K
+    # All loads first: what adds deltas has barriers, which later loads would wait for.
+    values = ()
+    factors = ()
     for choice in tl.static_range(TOP_K):
-        pair = token * TOP_K + choice
-        value = tl.load(y + pair * SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-        acc += tl.load(weights + pair).to(tl.float32) * value
-    tl.store(out + token * SIZE + columns, acc.to(out.dtype.element_ty), mask=mask)
+        values += (tl.load(y + choice * SIZE + columns, mask=mask, other=0.0),)
+        factors += (tl.load(weights + choice),)
+    if LORA:
+        by_pair += token * TOP_K
+        change, highest = _sum_of_deltas(
+            y, weights, planes, arena, table, by_pair, by_pair + most_pairs, columns, plane_rows,
+            plane_ranks, SIZE, TOP_K, UNIT, SPLIT_K, BLOCK_N, BLOCK_R, ONE_BLOCK,
+        )  # fmt: skip
+    for choice in tl.static_range(TOP_K):
+        acc += factors[choice].to(tl.float32) * values[choice].to(tl.float32)
+    if LORA:
+        # The base's rows keep their sum as it is.
+        acc = tl.where(highest > 0, acc + change, acc)
+    tl.store(target, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_of_deltas(
+    y,
+    weights,
+    planes,
+    arena,
+    table,
+    places,
+    records,
+    columns,
+    plane_rows,
+    plane_ranks,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    UNIT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
+):
+    """What LoRA changes of one token's sum, ``[BLOCK_N]``, and the highest rank of its pairs.
+
+    Products are added up element by element, over all pairs, and then once over the ranks.
+    """
+    highest = 0
+    one_by_one = 0 if ONE_BLOCK else 1
+    products = tl.zeros((BLOCK_N, BLOCK_R), dtype=tl.float32)
+    plane_size = plane_rows.to(tl.int64) * plane_ranks
+    column_mask = columns < SIZE
+    ranks = tl.arange(0, BLOCK_R)
+    for choice in tl.static_range(TOP_K):
+        record = table + tl.load(records + choice).to(tl.int64) * RECORD
+        h_row = planes + tl.load(places + choice).to(tl.int64) * plane_ranks
+        r = tl.load(record + RANK).to(tl.int32)
+        b = arena + tl.load(record + OFFSET_B) * UNIT
+        one_by_one += tl.where(tl.load(record + OFFSET_G) != NO_GAIN, 1, 0)
+        highest = tl.maximum(highest, r)
+        if ONE_BLOCK:
+            h = _sum_row(h_row, plane_size, r > 0, ranks, 0, 1, SPLIT_K, BLOCK_R)
+            h *= tl.load(weights + choice).to(tl.float32)
+            b_tile = _load_b(b, columns, column_mask, ranks, r)
+            products += b_tile.to(tl.float32) * h[None, :]
+    if one_by_one > 0:
+        change = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for pair in range(TOP_K):
+            at = table + tl.load(records + pair).to(tl.int64) * RECORD
+            h_at = planes + tl.load(places + pair).to(tl.int64) * plane_ranks
+            delta, gain, _ = _row_delta(
+                h_at, plane_size, arena, at, columns, 0, 1, SIZE, UNIT, SPLIT_K, BLOCK_N,
+                BLOCK_R, ONE_BLOCK,
+            )  # fmt: skip
+            value = tl.load(y + pair * SIZE + columns, mask=column_mask, other=0.0)
+            delta = gain * delta + (gain - 1.0) * value.to(tl.float32)
+            change += tl.load(weights + pair).to(tl.float32) * delta
+    else:
+        change = tl.sum(products, 1)
+    return change, highest

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from loramux.ops.interface import DeviceSegments
 from loramux.ops.layout import ALIGN_BYTES, pad
-from loramux.ops.tiles import MAX_SLICES, Tiles, rank_buckets
+from loramux.ops.tiles import LEAST_SHARED, MAX_SLICES, Tiles, rank_buckets
 from loramux.ops.triton_kernels import expand_kernel, shrink_kernel
 
 INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
@@ -36,6 +36,19 @@ def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **option
     kernel.warmup(*arguments, grid=grid, **options)
 
 
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """For what runs beside a product. It goes first where both wait for a place: it is short, and
+    what follows the product waits for it."""
+    return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+
+def _shared_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return LEAST_SHARED
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
 class StepLaunches:
     """What all launches of a step have in common."""
 
@@ -46,8 +59,10 @@ class StepLaunches:
         """Of the step's adapters."""
         self.few = False
         """Whether these are few."""
+        self.shared_bytes = _shared_bytes(device)
+        """Shared memory that a block may have."""
         # Made here, so that every capture forks to the same stream.
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = side_stream(device)
 
     def begin_step(self, max_rank: int, *, few: bool) -> None:
         self.rank_bucket, self.few = self.bucket_of(max_rank), few

@@ -49,6 +49,7 @@ class RunsExperts(Protocol):
         arena: Tensor,
         table: Tensor,
         token_slot: Tensor,
+        token_count: Tensor,
         activation: str,
         *,
         lora: bool,
@@ -117,9 +118,11 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "run_experts(Tensor x, Tensor index, Tensor weights, Tensor gate_up, Tensor down, Tensor arena,"
-    " Tensor table, Tensor token_slot, str activation, bool lora, int experts) -> Tensor"
+    " Tensor table, Tensor token_slot, Tensor token_count, str activation, bool lora, int experts)"
+    " -> Tensor"
 )
 _LIBRARY.define("own_results(Tensor[] results, Tensor x, Tensor place, int parts) -> Tensor[]")
+_LIBRARY.define("top_k(Tensor x, int k) -> (Tensor, Tensor)")
 _LIBRARY.define("own_rows(Tensor y, Tensor x, Tensor place, int parts) -> Tensor")
 
 
@@ -177,13 +180,15 @@ def _run_experts(
     arena: Tensor,
     table: Tensor,
     token_slot: Tensor,
+    token_count: Tensor,
     activation: str,
     lora: bool,
     experts: int,
 ) -> Tensor:
     return _experts[experts].run_experts(
-        x, index, weights, gate_up, down, arena, table, token_slot, activation, lora=lora
-    )
+        x, index, weights, gate_up, down, arena, table, token_slot, token_count, activation,
+        lora=lora,
+    )  # fmt: skip
 
 
 def _run_experts_shape(x: Tensor, *others: Tensor | str | bool | int) -> Tensor:
@@ -210,6 +215,17 @@ def _own_rows_shape(y: Tensor, x: Tensor, place: Tensor, parts: int) -> Tensor:
     return torch.empty_like(y)
 
 
+def _top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    from loramux.ops.triton_top_k import top_k
+
+    return top_k(x, k)
+
+
+def _top_k_shape(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    values = x.new_empty(*x.shape[:-1], k)
+    return values, torch.empty_like(values, dtype=torch.int64)
+
+
 for _name, _run, _shape in (
     ("attend", _attend, _attend_shape),
     ("linear", _linear, _linear_shape),
@@ -218,6 +234,7 @@ for _name, _run, _shape in (
     ("run_experts", _run_experts, _run_experts_shape),
     ("own_rows", _own_rows, _own_rows_shape),
     ("own_results", _own_results, _own_results_shape),
+    ("top_k", _top_k, _top_k_shape),
 ):
     _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"loramux::{_name}", _shape, lib=_LIBRARY)
@@ -234,6 +251,8 @@ lora_in_place = torch.ops.loramux.lora_in_place.default
 run_experts = torch.ops.loramux.run_experts.default
 """x ``[T, hidden]``, the router's experts and weights ``[T, k]`` -> ``[T, hidden]``; the rest as
 ``TritonExperts.run_experts`` has it."""
+top_k = torch.ops.loramux.top_k.default
+"""x ``[…, size]`` -> the k highest of each row and where they stand (int64), ``[…, k]``."""
 own_results = torch.ops.loramux.own_results.default
 """``own_rows`` for a module that gives several tensors of T rows each."""
 own_rows = torch.ops.loramux.own_rows.default

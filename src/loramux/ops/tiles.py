@@ -25,6 +25,8 @@ LONG_FROM = 1024
 
 MAX_SLICES = 3
 """Slices of one launch; a site with more takes several."""
+LEAST_SHARED = 99 * 1024
+"""Bytes of shared memory of a block where it is least (an L4, an RTX 4090)."""
 MAX_RANK_BLOCK = 64
 """Ranks that one block of either kernel takes at most."""
 _SMALL_RANK = 16

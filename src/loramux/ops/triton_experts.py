@@ -10,21 +10,22 @@ import triton
 from torch import Tensor
 
 from loramux.ops.expert_kernels import (
-    NUM_FIELDS,
     combine_kernel,
-    cut_kernel,
     gate_kernel,
+    gate_runs_kernel,
     product_kernel,
-    rank_kernel,
 )
+from loramux.ops.expert_routing import Choice, Routed, RoutedSlots, route
 from loramux.ops.expert_tiles import (
+    BLOCK_RANKS,
+    COMBINE_COLUMNS,
+    GATE_COLUMNS,
     ProductTiles,
+    added_by_pair,
+    combine_warps,
     expert_lora_tiles,
-    num_pieces,
     product_tiles,
-    run_rows,
 )
-from loramux.ops.layout import EXPERT_PARTS
 from loramux.ops.lora_launches import (
     Pieces,
     StepLaunches,
@@ -37,43 +38,16 @@ from loramux.ops.lora_launches import (
 from loramux.ops.opaque import register_experts
 from loramux.ops.tiles import Tiles
 
-_MAX_COUNTED = 8192
-"""Pairs that are sorted by counting, in one launch; its work grows with their square."""
-_RANK_BLOCK, _CHUNK = 32, 256
-_CUT_CHUNK = 1024
-_GATE_COLUMNS, _COMBINE_COLUMNS = 128, 1024
-_PLAIN_ROWS = 16
+_PLAIN_ROWS, _PLAIN_COLUMNS = 16, 128
 """Of a program of the gate where no adapter takes part."""
+_COMBINE_PLAIN = 1024
+"""Columns of a program of the sum where no adapter takes part."""
 
 # Launch options are no parameters of the kernels, so a type checker cannot know them.
-_rank: Any = rank_kernel
-_cut: Any = cut_kernel
 _product: Any = product_kernel
 _gate: Any = gate_kernel
+_gate_runs: Any = gate_runs_kernel
 _combine: Any = combine_kernel
-
-
-@dataclass
-class _Segments:
-    """``ops.interface.DeviceSegments`` for pairs; ``slot`` says which run of expert, or of expert
-    and slot, as ``rank_kernel`` calls it."""
-
-    slot: Tensor
-    start: Tensor
-    rows: Tensor
-    block_rows: int
-    grid: int
-
-
-@dataclass(frozen=True)
-class _Routed:
-    """Who goes where in one layer of a step."""
-
-    order: Tensor
-    tokens: Tensor
-    experts: _Segments
-    runs: _Segments
-    """Of expert and slot; without adapters there are none."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +58,7 @@ class _Delta:
     pieces: Pieces
     table: Tensor
     tiles: Tiles
+    slots: RoutedSlots
 
 
 class TritonExperts:
@@ -108,6 +83,7 @@ class TritonExperts:
         arena: Tensor,
         table: Tensor,
         token_slot: Tensor,
+        token_count: Tensor,
         activation: str,
         *,
         lora: bool,
@@ -116,106 +92,52 @@ class TritonExperts:
 
         gate_up ``[experts, 2 * intermediate, hidden]``, down ``[experts, hidden, intermediate]``;
         table ``[3 * experts, slots + 1, 4]``: the slot tables' rows of gate, up and down of expert
-        0, then of expert 1, … ``lora``: whether any adapter takes part in the step.
+        0, then of expert 1, …; token_slot ``[T or more]`` and token_count ``[1]``, both int32: rows
+        from there on are padding and become 0. ``lora``: whether any adapter takes part in the
+        step.
         """
         assert gate_up.is_contiguous(), "experts stand one after another"
         assert down.is_contiguous(), "experts stand one after another"
         num_tokens, top_k = index.shape
         num_pairs, (num_experts, hidden, size) = num_tokens * top_k, down.shape
-        tiles = product_tiles(num_pairs, num_experts, x.element_size())
-        columns = table.shape[1] if lora else 1
-        routed = self._route(index, token_slot, num_experts, columns, tiles.block_rows)
+        tiles = product_tiles(num_pairs, num_experts, x.element_size(), self._step.shared_bytes)
+        columns = table.shape[1] if lora else None
+        choice = Choice(index, token_slot, token_count)
+        routed = route(self._step, choice, num_experts, tiles.block_rows, columns)
+        slots, by_pair = routed.slots, added_by_pair(num_pairs, num_experts, few=self._step.few)
 
-        into = self._shrink(x, arena, table[:2], routed, routed.tokens) if lora else None
+        into = slots and self._shrink(x, arena, table[:2], slots, slots.tokens)
         both = x.new_empty(num_pairs, 2 * size)
-        self._product(x, gate_up, both, routed, top_k, tiles)
-        if lora:
+        self._product(x, gate_up, both, routed, choice, tiles, of_tokens=True)
+        if into:
             self._step.join()
         inner = x.new_empty(num_pairs, size)
-        self._apply_gate(both, inner, arena, into, routed, activation)
+        if into and not by_pair:
+            self._apply_gate_by_runs(both, inner, arena, into, activation)
+        else:
+            self._apply_gate(both, inner, arena, into, choice, activation)
 
-        out = self._shrink(inner, arena, table[2:3], routed, routed.order) if lora else None
+        out = slots and self._shrink(inner, arena, table[2:3], slots, slots.order)
         y = x.new_empty(num_pairs, hidden)
-        self._product(inner, down, y, routed, 1, tiles)
-        if out is not None:
+        self._product(inner, down, y, routed, choice, tiles, of_tokens=False)
+        if out:
             self._step.join()
+        if out and not by_pair:
             launch_expand(
                 self._step.run, y, out.planes, arena, out.table, [hidden], None, out.pieces,
                 self._step.rank_bucket, out.tiles, beside=False,
             )  # fmt: skip
+            out = None
         result = x.new_empty(num_tokens, hidden)
-        self._step.run(
-            _combine,
-            (num_tokens, triton.cdiv(hidden, _COMBINE_COLUMNS)),
-            y,
-            weights.contiguous(),
-            result,
-            SIZE=hidden,
-            TOP_K=top_k,
-            BLOCK_N=_COMBINE_COLUMNS,
-            num_warps=4,
-            num_stages=1,
-        )
+        self._combine(y, weights, result, arena, out, choice)
         return result
 
-    def _route(
-        self, index: Tensor, token_slot: Tensor, num_experts: int, columns: int, expert_rows: int
-    ) -> _Routed:
-        """Sort the pairs by expert and slot, and cut the runs. One column: all are the base's."""
-        num_pairs, few, lora = index.numel(), self._step.few, columns > 1
-        if num_pairs <= _MAX_COUNTED:
-            order, tokens = index.new_empty(2, num_pairs, dtype=torch.int32)
-            found = order.new_empty(NUM_FIELDS, num_pairs)
-            self._step.run(
-                _rank,
-                (triton.cdiv(num_pairs, _RANK_BLOCK),),
-                index.contiguous(),
-                token_slot,
-                order,
-                tokens,
-                found,
-                num_pairs,
-                columns,
-                TOP_K=index.shape[1],
-                HAS_SLOTS=lora,
-                BLOCK=_RANK_BLOCK,
-                CHUNK=_CHUNK,
-                num_warps=4,
-                num_stages=1,
-            )
-        else:
-            slots = token_slot[: len(index)] if lora else None
-            order, tokens, found = sort_pairs(index, slots, columns)
-        rows = expert_rows, run_rows(num_pairs, num_experts, few=few)
-        grids = [
-            num_pieces(num_pairs, num_runs, most)
-            for num_runs, most in zip((num_experts, num_experts * columns), rows, strict=True)
-        ]
-        capacity = max(grids)
-        pieces = order.new_empty(2, 3, capacity)
-        self._step.run(
-            _cut,
-            (2 if lora else 1,),
-            found,
-            pieces,
-            num_pairs,
-            capacity,
-            *rows,
-            CHUNK=_CUT_CHUNK,
-            num_warps=4,
-            num_stages=1,
-        )
-        experts, runs = (
-            _Segments(part[0], part[1], part[2], block_rows, grid)
-            for part, block_rows, grid in zip(pieces.unbind(), rows, grids, strict=True)
-        )
-        return _Routed(order, tokens, experts, runs)
-
     def _product(
-        self, x: Tensor, weight: Tensor, y: Tensor, routed: _Routed, pairs_per_row: int,
-        tiles: ProductTiles,
+        self, x: Tensor, weight: Tensor, y: Tensor, routed: Routed, choice: Choice,
+        tiles: ProductTiles, *, of_tokens: bool,
     ) -> None:  # fmt: skip
-        pieces = routed.experts
+        """``of_tokens``: x has a row for each token, else for each pair."""
+        pieces, top_k = routed.experts, choice.index.shape[1]
         self._step.run(
             _product,
             (pieces.grid, triton.cdiv(y.shape[1], tiles.block_n)),
@@ -226,10 +148,13 @@ class TritonExperts:
             pieces.slot,
             pieces.start,
             pieces.rows,
+            choice.token_count,
             x.stride(0),
             N=y.shape[1],
             K=x.shape[1],
-            PAIRS_PER_ROW=pairs_per_row,
+            TOP_K=top_k,
+            PAIRS_PER_ROW=top_k if of_tokens else 1,
+            ALONE=routed.alone,
             BLOCK_M=pieces.block_rows,
             BLOCK_N=tiles.block_n,
             BLOCK_K=tiles.block_k,
@@ -240,87 +165,110 @@ class TritonExperts:
         )
 
     def _shrink(
-        self, x: Tensor, arena: Tensor, table: Tensor, routed: _Routed, rows: Tensor
+        self, x: Tensor, arena: Tensor, table: Tensor, slots: RoutedSlots, rows: Tensor
     ) -> _Delta:
         """Start A x, aside; ``rows``: those of x in sorted order."""
         ranks = self._step.rank_bucket
-        tiles = expert_lora_tiles(x.shape[1], len(routed.order), ranks, routed.runs.block_rows)
-        pieces = Pieces(routed.runs, rows)
+        tiles = expert_lora_tiles(x.shape[1], len(slots.order), ranks, slots.runs.block_rows)
+        pieces = Pieces(slots.runs, rows)
         elements = plane_elements(tiles, len(table), pieces, ranks)
         planes = x.new_empty(elements, dtype=torch.float32)
         with self._step.aside():
             launch_shrink(self._step.run, x, planes, arena, table, pieces, ranks, tiles)
-        return _Delta(planes, pieces, table, tiles)
+        return _Delta(planes, pieces, table, tiles, slots)
 
     def _apply_gate(
-        self,
-        both: Tensor,
-        inner: Tensor,
-        arena: Tensor,
-        delta: _Delta | None,
-        routed: _Routed,
+        self, both: Tensor, inner: Tensor, arena: Tensor, delta: _Delta | None, choice: Choice,
         activation: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         num_pairs, size = inner.shape
-        runs, ranks = routed.runs, self._step.rank_bucket
-        block_rows = _PLAIN_ROWS if delta is None else runs.block_rows
-        grid = triton.cdiv(num_pairs, block_rows) if delta is None else runs.grid
+        block_rows, block_n = (1, GATE_COLUMNS) if delta else (_PLAIN_ROWS, _PLAIN_COLUMNS)
+        arguments, constants = self._by_pair(delta, both, arena, choice)
         self._step.run(
             _gate,
-            (grid, triton.cdiv(size, _GATE_COLUMNS)),
+            (triton.cdiv(num_pairs, block_rows), triton.cdiv(size, block_n)),
             both,
             inner,
-            both if delta is None else delta.planes,
+            *arguments,
+            SIZE=size,
+            ACTIVATION=activation,
+            BLOCK_M=block_rows,
+            BLOCK_N=block_n,
+            **constants,
+            num_warps=4,
+            num_stages=1,
+        )
+
+    def _apply_gate_by_runs(
+        self, both: Tensor, inner: Tensor, arena: Tensor, delta: _Delta, activation: str
+    ) -> None:
+        runs, size = delta.slots.runs, inner.shape[1]
+        self._step.run(
+            _gate_runs,
+            (runs.grid, triton.cdiv(size, _PLAIN_COLUMNS)),
+            both,
+            inner,
+            delta.planes,
             arena,
-            both if delta is None else delta.table,
-            routed.order,
+            delta.table,
+            delta.slots.order,
             runs.slot,
             runs.start,
             runs.rows,
-            num_pairs,
-            0 if delta is None else delta.table.stride(0),
-            0 if delta is None else delta.pieces.plane_rows,
-            ranks,
+            delta.table.stride(0),
+            delta.pieces.plane_rows,
+            self._step.rank_bucket,
             SIZE=size,
             ACTIVATION=activation,
-            LORA=delta is not None,
             UNIT=unit_of(arena),
-            SPLIT_K=1 if delta is None else delta.tiles.split_k,
-            BLOCK_M=block_rows,
-            BLOCK_N=_GATE_COLUMNS,
-            BLOCK_R=16 if delta is None else delta.tiles.expand_ranks,
+            SPLIT_K=delta.tiles.split_k,
+            BLOCK_M=runs.block_rows,
+            BLOCK_N=_PLAIN_COLUMNS,
+            BLOCK_R=delta.tiles.expand_ranks,
             DOT=dot_type(arena.dtype),
             PRECISION="ieee",
             num_warps=4,
             num_stages=1,
         )
 
+    def _combine(
+        self, y: Tensor, weights: Tensor, result: Tensor, arena: Tensor, delta: _Delta | None,
+        choice: Choice,
+    ) -> None:  # fmt: skip
+        num_tokens, hidden = result.shape
+        block_n, warps = _COMBINE_PLAIN, 4
+        if delta:
+            block_n, warps = COMBINE_COLUMNS, combine_warps(choice.index.numel())
+        arguments, constants = self._by_pair(delta, y, arena, choice)
+        self._step.run(
+            _combine,
+            (num_tokens, triton.cdiv(hidden, block_n)),
+            y,
+            weights.contiguous(),
+            result,
+            *arguments,
+            SIZE=hidden,
+            BLOCK_N=block_n,
+            **constants,
+            num_warps=warps,
+            num_stages=1,
+        )
 
-def sort_pairs(
-    index: Tensor, token_slot: Tensor | None, num_columns: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``rank_kernel`` finds, by torch's sort, for any number of pairs.
-
-    index ``[T, k]`` int64, token_slot ``[T]`` -> order and tokens ``[pairs]`` and the fields
-    ``[6, pairs]``, all int32.
-    """
-    top_k = index.shape[1]
-    slots = index.new_zeros(len(index)) if token_slot is None else token_slot.long()
-    keys = (index * num_columns + slots[:, None]).reshape(-1)
-    keys, order = keys.sort(stable=True)
-    experts = keys // num_columns
-    first = experts * num_columns
-    places = torch.arange(len(keys), device=keys.device)
-    bounds = torch.stack([first, first + num_columns, keys, keys + 1])
-    expert_start, expert_end, run_start, run_end = torch.searchsorted(keys, bounds)
-    found = torch.stack(
-        [
-            experts,
-            places - expert_start,
-            expert_end - places,
-            first * EXPERT_PARTS + keys - first,
-            places - run_start,
-            run_end - places,
-        ]
-    )
-    return order.int(), (order // top_k).int(), found.int()
+    def _by_pair(
+        self, delta: _Delta | None, nothing: Tensor, arena: Tensor, choice: Choice
+    ) -> tuple[tuple[Tensor | int, ...], dict[str, int]]:
+        """Arguments and constants of the kernels that add deltas pair by pair, or none; ``nothing``
+        stands for what is not read then."""
+        ranks, top_k = self._step.rank_bucket, choice.index.shape[1]
+        constants = {"TOP_K": top_k, "UNIT": unit_of(arena), "BLOCK_R": BLOCK_RANKS}
+        if delta is None:
+            arguments = nothing, arena, nothing, nothing, choice.token_count, 0, 0, 0, ranks
+            return arguments, constants | {"LORA": False, "SPLIT_K": 1, "ONE_BLOCK": True}
+        arguments = (
+            delta.planes, arena, delta.table, delta.slots.by_pair, choice.token_count,
+            delta.slots.by_pair.shape[1], delta.table.stride(0), delta.pieces.plane_rows, ranks,
+        )  # fmt: skip
+        changing = {
+            "LORA": True, "SPLIT_K": delta.tiles.split_k, "ONE_BLOCK": ranks <= BLOCK_RANKS,
+        }  # fmt: skip
+        return arguments, constants | changing

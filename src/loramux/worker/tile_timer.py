@@ -25,7 +25,7 @@ from loramux.lora.slots import SlotTables
 from loramux.lora.weights import block_bytes, plain_placements
 from loramux.ops.interface import Site, Slice
 from loramux.ops.layout import ALIGN_BYTES
-from loramux.ops.lora_launches import Launch, compile_kernel, run_kernel
+from loramux.ops.lora_launches import Launch, compile_kernel, run_kernel, side_stream
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.tiles import FEW_ADAPTERS, LONG_FROM, FixedTiles, Tiles
 from loramux.ops.triton_lora import TritonOps
@@ -111,7 +111,7 @@ class Step:
         self._x = torch.randn(num_rows, copies.shape.in_features, device=device, dtype=dtype)
         self._y = torch.empty(num_rows, sum(copies.shape.sizes), device=device, dtype=dtype)
         self._delta = torch.empty_like(self._y)
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = side_stream(device)
 
     def ops(self, tiles: Tiles, launch: Launch = run_kernel) -> TritonOps:
         """The op with these tiles, for this step."""
