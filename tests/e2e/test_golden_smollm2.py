@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from loramux import LLM
-from loramux.config import AdapterOptions, EngineOptions, ModelOptions
+from loramux.config import AdapterOptions, EngineOptions, ModelOptions, SchedulerOptions
 from tests.golden.compare import all_rows, check, check_forced
 from tests.golden.load import BASE, Golden
 
@@ -20,6 +20,8 @@ def engine(base: Path, adapters: dict[str, Path], dtype: str, max_loras: int = 8
     options = EngineOptions(
         model=ModelOptions(dtype=dtype, max_model_len=1024),
         adapters=AdapterOptions(max_loras=max_loras),
+        # On a GPU every size of a step has graphs of its own, which take their time.
+        scheduler=SchedulerOptions(max_num_seqs=64, max_step_tokens=512),
     )
     return LLM(str(base), adapters={n: str(p) for n, p in adapters.items()}, options=options)
 

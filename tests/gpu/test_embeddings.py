@@ -18,8 +18,9 @@ from tests.cpu.test_embeddings import answer, run, vector_of
 from tests.cpu.test_own_values import save
 from tests.gpu.test_captured_steps import PROMPTS, assemble, model
 
-LEAST_COSINE = 0.99
-"""In bfloat16 against float32; without its adapter a vector is far below."""
+LEAST_COSINE = 0.97
+"""In bfloat16 against float32. PEFT's own vectors come down to 0.975; without its adapter a vector
+is at 0.78 or below."""
 
 
 @pytest.fixture(scope="module")

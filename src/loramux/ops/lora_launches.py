@@ -46,7 +46,8 @@ def _shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return LEAST_SHARED
     index = torch.cuda.current_device() if device.index is None else device.index
-    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
+    driver: Any = triton.runtime.driver.active
+    return driver.utils.get_device_properties(index)["max_shared_mem"]
 
 
 class StepLaunches:
