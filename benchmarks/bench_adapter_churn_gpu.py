@@ -62,6 +62,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", help="file for the JSON record")
     arguments = parser.parse_args(argv)
+    least = 2 * max(arguments.slots)
+    if min(arguments.first_uses, max(arguments.adapters)) < least:
+        parser.error(f"give {least} first uses and adapters or more: twice the slots")
     results: dict[str, dict[str, Figures]] = {}
     for num_slots in arguments.slots:
         with copies_timed() as copies:
