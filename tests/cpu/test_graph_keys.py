@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,10 @@ from loramux.lora.own import OwnParts
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.ops.attention import StepKind
+from loramux.ops.expert_tiles import Mixture
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.tiles import FEW_ADAPTERS
+from loramux.ops.triton_lora import TritonOps
 from loramux.ops.tuning import ROW_BUCKETS, bucket_of
 from loramux.ops.upload import Uploads
 from loramux.plan import StepPlan
@@ -34,7 +37,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
     """Graphs of steps of up to 32 rows; none can be captured without a GPU."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    return StepGraphs(torch.zeros(32, 1), 128, lambda key: None, lambda key: torch.zeros(1, 1))
+    return make_graphs(lambda rows, few: bucket_of(ROW_BUCKETS, rows))
+
+
+def make_graphs(kernels_of: Callable[[int, bool], Hashable]) -> StepGraphs:
+    return StepGraphs(
+        torch.zeros(32, 1), 128, lambda key: None, lambda key: torch.zeros(1, 1), kernels_of
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,6 +86,20 @@ def test_samples_stand_for_every_bucket_of_rows(graphs: StepGraphs) -> None:
     for few in (False, True):
         named = [bucket_of(ROW_BUCKETS, key.bucket) for key in samples if key.few is few]
         assert sorted(named) == sorted({bucket_of(ROW_BUCKETS, bucket) for bucket, _ in captured})
+
+
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_samples_stand_for_every_set_of_kernels_of_experts(graphs: StepGraphs, top_k: int) -> None:
+    ops = TritonOps(padded_rows={16: 16}, max_rank=64, device=CPU)
+    kernels_of = partial(ops.kernels_of, mixtures=[Mixture(8, top_k)], dtype=torch.bfloat16)
+    plain = graphs.samples(Form.BESIDE, 64, num_slots=32)
+    graphs = make_graphs(kernels_of)
+    samples = graphs.samples(Form.BESIDE, 64, num_slots=32)
+    found = [(key.few, kernels_of(key.bucket, key.few)) for key in samples]
+    assert len(set(found)) == len(found)
+    steps = [key for key in graphs.keys(16, num_slots=32) if key.form is not Form.NONE]
+    assert set(found) == {(key.few, kernels_of(key.bucket, key.few)) for key in steps}
+    assert len(samples) > len(plain), "of experts there are more"
 
 
 def test_what_an_adapter_needs_is_compiled_when_it_comes(

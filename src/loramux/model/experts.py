@@ -21,6 +21,7 @@ from loramux.adapters.experts import (
 )
 from loramux.adapters.spec import ExpertsShape, ModuleShape
 from loramux.lora.experts import out_first
+from loramux.ops.expert_tiles import Mixture
 
 IMPLEMENTATION = "loramux"
 
@@ -152,3 +153,9 @@ def activation_of(experts: nn.Module) -> str | None:
 
 def _call_adapted(module: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return module._loramux(x, index, weights)
+
+
+def mixtures_of(model: PreTrainedModel, experts: Mapping[str, ExpertsShape]) -> set[Mixture]:
+    """Kinds of layers with experts, by what their kernels hang on."""
+    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", 1)
+    return {Mixture(shape.num_experts, top_k) for shape in experts.values()}

@@ -81,6 +81,12 @@ class RoutedSlots:
     its expert's record, as ``expert_routing_kernels`` counts them."""
 
 
+def routing_kernels(num_pairs: int) -> tuple[bool, ...]:
+    """The same for numbers of pairs that are sorted and cut by the same kernels."""
+    most = _SORTED_AT_ONCE, _SHORT_CUT, _MAX_COUNTED
+    return (stand_alone(num_pairs), *(num_pairs <= pairs for pairs in most))
+
+
 def route(
     step: StepLaunches, choice: Choice, num_experts: int, expert_rows: int, columns: int | None
 ) -> Routed:

@@ -26,6 +26,14 @@ GATE_COLUMNS, COMBINE_COLUMNS = 128, 64
 
 
 @dataclass(frozen=True, slots=True)
+class Mixture:
+    """How many experts a layer has, and how many are chosen for a token."""
+
+    num_experts: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True)
 class ProductTiles:
     """Of the base's product."""
 

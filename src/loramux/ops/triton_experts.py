@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +16,18 @@ from loramux.ops.expert_kernels import (
     gate_runs_kernel,
     product_kernel,
 )
-from loramux.ops.expert_routing import Choice, Routed, RoutedSlots, route
+from loramux.ops.expert_routing import Choice, Routed, RoutedSlots, route, routing_kernels
 from loramux.ops.expert_tiles import (
     BLOCK_RANKS,
     COMBINE_COLUMNS,
     GATE_COLUMNS,
+    Mixture,
     ProductTiles,
     added_by_pair,
     combine_warps,
     expert_lora_tiles,
     product_tiles,
+    run_rows,
 )
 from loramux.ops.lora_launches import (
     Pieces,
@@ -40,6 +43,7 @@ from loramux.ops.tiles import Tiles
 
 _PLAIN_ROWS, _PLAIN_COLUMNS = 16, 128
 """Of a program of the gate where no adapter takes part."""
+_LONG_ROW = 1 << 20
 _COMBINE_PLAIN = 1024
 """Columns of a program of the sum where no adapter takes part."""
 
@@ -72,6 +76,22 @@ class TritonExperts:
     def __init__(self, step: StepLaunches) -> None:
         self._step = step
         self.number = register_experts(self)
+
+    def kernels_of(
+        self, num_tokens: int, mixture: Mixture, dtype: torch.dtype, *, few: bool
+    ) -> Hashable:
+        """The same for sizes that are computed by the same kernels."""
+        num_pairs, num_experts = num_tokens * mixture.top_k, mixture.num_experts
+        rows = run_rows(num_pairs, num_experts, few=few)
+        return (
+            product_tiles(num_pairs, num_experts, dtype.itemsize, self._step.shared_bytes),
+            rows,
+            # Of rows long enough to be split as much as any.
+            expert_lora_tiles(_LONG_ROW, num_pairs, self._step.rank_bucket, rows),
+            added_by_pair(num_pairs, num_experts, few=few),
+            combine_warps(num_pairs),
+            routing_kernels(num_pairs),
+        )
 
     def run_experts(
         self,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from loramux.ops.expert_tiles import Mixture
 from loramux.ops.interface import Routing, Site, SlotTables
 from loramux.ops.lora_launches import (
     Launch,
@@ -21,6 +22,7 @@ from loramux.ops.lora_launches import (
 from loramux.ops.opaque import register_lora
 from loramux.ops.tiles import MAX_SLICES, DefaultTiles, TileChooser, launches_of
 from loramux.ops.triton_experts import TritonExperts
+from loramux.ops.tuning import ROW_BUCKETS, bucket_of
 
 
 class TritonOps:
@@ -77,6 +79,14 @@ class TritonOps:
     def bucket_of(self, max_rank: int) -> int:
         """The smallest rank bucket that holds a rank."""
         return self._step.bucket_of(max_rank)
+
+    def kernels_of(
+        self, num_rows: int, few: bool, *, mixtures: Collection[Mixture], dtype: torch.dtype
+    ) -> Hashable:
+        experts = (
+            self._experts.kernels_of(num_rows, mixture, dtype, few=few) for mixture in mixtures
+        )
+        return (bucket_of(ROW_BUCKETS, num_rows), *experts)
 
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,6 @@ from loramux.lora.layers import Form
 from loramux.model.compile import MIN_ROWS
 from loramux.ops.attention import StepKind
 from loramux.ops.tiles import FEW_ADAPTERS
-from loramux.ops.tuning import ROW_BUCKETS, bucket_of
 from loramux.worker.capture import capture, rehearse
 
 
@@ -62,9 +61,12 @@ class StepGraphs:
         max_step_tokens: int,
         prepare: Callable[[GraphKey], None],
         forward: Callable[[GraphKey], Tensor],
+        kernels_of: Callable[[int, bool], Hashable],
     ) -> None:
         """``prepare`` sets buffers up for an empty step of a key; ``forward`` computes its logits
-        ``[rows, vocab]`` from the buffers; ``logits [most rows, vocab]`` is where they go."""
+        ``[rows, vocab]`` from the buffers; ``logits [most rows, vocab]`` is where they go.
+        ``kernels_of`` gives the same for rows, and few adapters or many, that launch the same
+        kernels."""
         self._buckets = {
             StepKind.DECODE: buckets(logits.shape[0]),
             StepKind.MIXED: mixed_buckets(max_step_tokens),
@@ -72,6 +74,7 @@ class StepGraphs:
         self._logits = logits
         self._prepare = prepare
         self._forward = forward
+        self._kernels_of = kernels_of
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
@@ -93,20 +96,16 @@ class StepGraphs:
         return keys
 
     def samples(self, form: Form, rank_bucket: int, num_slots: int) -> list[GraphKey]:
-        """One key for every set of kernels that steps of a form and a rank bucket may launch.
-
-        Tiles depend on the bucket of rows, so the largest bucket of each stands for all of it.
-        """
-        largest: dict[str, tuple[int, StepKind]] = {}
+        """One key for every set of kernels that steps of a form and a rank bucket may launch: the
+        largest of those that launch it."""
+        largest: dict[Hashable, GraphKey] = {}
         for kind in (StepKind.MIXED, StepKind.DECODE):
             for bucket in self._buckets[kind]:
-                name = bucket_of(ROW_BUCKETS, bucket)
-                largest[name] = max(largest.get(name, (0, kind)), (bucket, kind), key=_rows)
-        return [
-            GraphKey(bucket, form, rank_bucket, few, kind)
-            for bucket, kind in largest.values()
-            for few in _mixes(bucket, num_slots)
-        ]
+                for few in _mixes(bucket, num_slots):
+                    key = GraphKey(bucket, form, rank_bucket, few, kind)
+                    kernels = few, self._kernels_of(bucket, few)
+                    largest[kernels] = max(largest.get(kernels, key), key, key=_rows)
+        return list(largest.values())
 
     def rehearse(self, key: GraphKey) -> None:
         """Run an empty step once, for what is made at a first call."""
@@ -137,5 +136,5 @@ def _mixes(bucket: int, num_slots: int) -> tuple[bool, ...]:
     return (False, True) if min(bucket, num_slots) > FEW_ADAPTERS else (True,)
 
 
-def _rows(entry: tuple[int, StepKind]) -> int:
-    return entry[0]
+def _rows(key: GraphKey) -> int:
+    return key.bucket

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from loramux.model.compile import MIN_ROWS, compile_layers
 from loramux.model.final_states import FinalStates
 from loramux.model.load import BaseModel
 from loramux.ops.attention import AttentionBackend, StepKind
+from loramux.ops.expert_tiles import Mixture
 from loramux.ops.interface import LoraOps
 from loramux.ops.tiles import FEW_ADAPTERS
 from loramux.ops.upload import Uploads
@@ -96,6 +98,12 @@ class CompiledOps(LoraOps, Protocol):
     def bind(self, arena: Tensor, routing: Routing) -> None: ...
 
     def bucket_of(self, max_rank: int) -> int: ...
+
+    def kernels_of(
+        self, num_rows: int, few: bool, *, mixtures: Collection[Mixture], dtype: torch.dtype
+    ) -> Hashable:
+        """The same for steps that launch the same kernels, if rank bucket and form are the same."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -176,8 +184,10 @@ class CapturedRunner:
         *,
         runs: Sequence[Sequence[int]],
         max_step_tokens: int,
+        mixtures: Collection[Mixture] = (),
     ) -> None:
-        """``runs``: decoder layers that run as one (``model.stack``)."""
+        """``runs``: decoder layers that run as one (``model.stack``); ``mixtures``: kinds of layers
+        with experts."""
         device = base.model.device
         max_rows = max(max_step_tokens, MIN_ROWS)
         self._base = base
@@ -207,7 +217,8 @@ class CapturedRunner:
             self._kept_states = torch.zeros(
                 mixed_buckets(max_rows)[-1], base.hidden_size, dtype=base.dtype, device=device
             )
-            self._graphs = StepGraphs(logits, max_rows, self._prepare, self._compute)
+            kernels_of = partial(self._ops.kernels_of, mixtures=mixtures, dtype=base.dtype)
+            self._graphs = StepGraphs(logits, max_rows, self._prepare, self._compute, kernels_of)
         compile_layers(base.model, runs, options.compiler)
 
     @property

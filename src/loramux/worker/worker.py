@@ -28,7 +28,7 @@ from loramux.lora.transfers import Transfers
 from loramux.lora.weights import HostCopy, ModuleTable, pack
 from loramux.model.anatomy import Anatomy, linear_weight
 from loramux.model.attention_seam import AttentionSeam, PagedLayer
-from loramux.model.experts import expert_weight
+from loramux.model.experts import expert_weight, mixtures_of
 from loramux.model.load import BaseModel
 from loramux.model.surgery import insert_sites
 from loramux.ops.attention import AttentionBackend
@@ -131,6 +131,7 @@ class Worker:
                 compiled,
                 runs=anatomy.runs,
                 max_step_tokens=max_step_tokens,
+                mixtures=mixtures_of(base.model, anatomy.layout.experts),
             )
         self.use_attention(backend)
 
