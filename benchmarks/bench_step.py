@@ -26,7 +26,7 @@ KINDS = (
     ("LoRA shrink", r"shrink"),
     ("LoRA expand", r"expand"),
     ("attention", r"Decode|PersistentVariableLengthMerge|MergeStates|BatchPrefill|_write_kernel"),
-    ("experts", r"rank_kernel|cut_kernel|product_kernel|gate_kernel|combine_kernel"),
+    ("experts", r"(top_k|rank|sort|cut|split|product|gate|gate_runs|combine)_kernel"),
     ("products", r"gemm|nvjet|cutlass|gemv|splitK|cublas"),
     ("between", r"triton_|elementwise|reduce|index|copy|Memcpy|Memset|embedding|arange|cat"),
 )

@@ -12,7 +12,7 @@ from loramux.types import Slot
 
 SLOTS = 4
 TOKENS = 24
-BUFFERS = ("token_slot", "sorted_rows", "slot_start")
+BUFFERS = ("token_slot", "sorted_rows", "slot_start", "token_count")
 
 
 def make() -> Routing:
@@ -45,6 +45,7 @@ def test_buffers_say_what_a_naive_model_says(walk: list[tuple[list[Slot], list[i
         assert routing.sorted_rows[:num_rows].tolist() == rows
         assert routing.slot_start.tolist() == [*below, num_rows]
         assert routing.num_tokens == len(tokens)
+        assert routing.token_count.tolist() == [len(tokens)]
         assert routing.in_order == (tokens == sorted(tokens))
         assert [(s.slot, s.start, s.end) for s in routing.segments] == [
             (slot, below[slot], below[slot + 1])

@@ -110,7 +110,7 @@ def route(
 
 def _split_pairs(step: StepLaunches, choice: Choice, columns: int, rows: int) -> RoutedSlots:
     num_pairs = choice.index.numel()
-    made = choice.token_slot.new_empty(7, num_pairs)
+    made = _rows(choice, 7, num_pairs)
     order, tokens, pieces, by_pair = made[0], made[1], made[2:5], made[5:]
     with step.aside():
         step.run(
@@ -124,6 +124,7 @@ def _split_pairs(step: StepLaunches, choice: Choice, columns: int, rows: int) ->
             pieces,
             by_pair,
             num_pairs,
+            made.stride(0),
             columns,
             rows,
             TOP_K=choice.index.shape[1],
@@ -143,14 +144,14 @@ def _sort_pairs(
     index = choice.index
     num_pairs = index.numel()
     grid = num_pieces(num_pairs, num_experts, rows)
-    order, keys, starts = choice.token_slot.new_empty(3, num_pairs)
-    pieces = order.new_empty(3, grid)
+    order, keys, starts = _rows(choice, 3, num_pairs)
+    pieces = _rows(choice, 3, grid)
     experts = Runs(pieces[0], pieces[1], pieces[2], rows, grid)
     routed = index, choice.token_slot, choice.token_count
     constants = {"TOP_K": index.shape[1], "HAS_SLOTS": columns is not None}
     if num_pairs <= _SORTED_AT_ONCE:
         step.run(
-            _sort, (1,), *routed, order, keys, starts, pieces, columns or 1, grid, rows,
+            _sort, (1,), *routed, order, keys, starts, pieces, columns or 1, pieces.stride(0), rows,
             **constants, BLOCK=_SORTED_AT_ONCE, num_warps=8, num_stages=1,
         )  # fmt: skip
         return order, keys, experts
@@ -171,9 +172,9 @@ def _cut_by_slot(
 ) -> RoutedSlots:  # fmt: skip
     num_pairs = len(order)
     grid = num_pieces(num_pairs, num_experts * columns, rows)
-    made = order.new_empty(4, num_pairs)
+    made = _rows(choice, 4, num_pairs)
     tokens, starts, by_pair = made[0], made[1], made[2:]
-    pieces = order.new_empty(3, grid)
+    pieces = _rows(choice, 3, grid)
     with step.aside():
         _launch_cut(step, choice, keys, starts, pieces, order, tokens, by_pair, columns, rows, True)
     return RoutedSlots(order, tokens, Runs(pieces[0], pieces[1], pieces[2], rows, grid), by_pair)
@@ -194,8 +195,8 @@ def _launch_cut(
         order,
         tokens,
         by_pair,
-        len(keys),
-        pieces.shape[1],
+        by_pair.stride(0),
+        pieces.stride(0),
         rows,
         columns or 1,
         TOP_K=choice.index.shape[1],
@@ -204,6 +205,11 @@ def _launch_cut(
         num_warps=16 if long else 8,
         num_stages=1,
     )
+
+
+def _rows(choice: Choice, count: int, size: int) -> Tensor:
+    """Rows of int32 that all begin aligned: how a kernel is compiled hangs on that."""
+    return choice.token_slot.new_empty(count, -(-size // 4) * 4)[:, :size]
 
 
 def sort_pairs(choice: Choice, num_experts: int, columns: int | None) -> tuple[Tensor, Tensor]:

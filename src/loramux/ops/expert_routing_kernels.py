@@ -112,7 +112,7 @@ def _keys_of(
     return key
 
 
-@triton.jit(do_not_specialize=["num_pairs", "capacity", "rows"])
+@triton.jit(do_not_specialize=["most_pairs", "capacity", "rows"])
 def cut_kernel(
     keys,
     token_count,
@@ -120,8 +120,8 @@ def cut_kernel(
     pieces,  # [3, capacity] int32, out: which run, start and rows
     order,
     tokens,  # [pairs] int32, out for runs of slots: the tokens of pairs in sorted order
-    by_pair,  # [2, pairs] int32, out for runs of slots: see split_kernel
-    num_pairs,
+    by_pair,  # [2, most_pairs] int32, out for runs of slots: see split_kernel
+    most_pairs,
     capacity,
     rows,
     num_columns,
@@ -137,7 +137,7 @@ def cut_kernel(
             pair = tl.load(order + at, mask=at < num_used, other=0)
             tl.store(tokens + at, pair // TOP_K, mask=at < num_used)
     _cut(
-        keys, starts, pieces, order, by_pair, by_pair + num_pairs, num_used, capacity, rows,
+        keys, starts, pieces, order, by_pair, by_pair + most_pairs, num_used, capacity, rows,
         num_columns, BY_SLOT, CHUNK,
     )  # fmt: skip
 
@@ -200,17 +200,18 @@ def _cut(
         tl.store(pieces + capacity + piece, nothing, mask=unused)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_columns", "run_rows"])
+@triton.jit(do_not_specialize=["num_pairs", "most_pairs", "num_columns", "run_rows"])
 def split_kernel(
     index,
     token_slot,
     token_count,
     order,  # [pairs] int32, out
     tokens,  # [pairs] int32, out
-    pieces,  # [3, pairs] int32, out: of runs of expert and slot
-    by_pair,  # [2, pairs] int32, out: a pair's row where each piece has room for all that it may
-    # have, and the record of its expert's gate, counted from that of expert 0 and slot 0
+    pieces,  # [3, most_pairs] int32, out: of runs of expert and slot
+    by_pair,  # [2, most_pairs] int32, out: a pair's row where each piece has room for all that it
+    # may have, and the record of its expert's gate, counted from that of expert 0 and slot 0
     num_pairs,
+    most_pairs,
     num_columns,
     run_rows,
     TOP_K: tl.constexpr,
@@ -226,7 +227,7 @@ def split_kernel(
     tl.store(order + pairs, pairs, mask=mask)
     tl.store(tokens + pairs, pairs // TOP_K, mask=mask)
     tl.store(pieces + pairs, run, mask=mask)
-    tl.store(pieces + num_pairs + pairs, pairs, mask=mask)
-    tl.store(pieces + 2 * num_pairs + pairs, used.to(tl.int32), mask=mask)
+    tl.store(pieces + most_pairs + pairs, pairs, mask=mask)
+    tl.store(pieces + 2 * most_pairs + pairs, used.to(tl.int32), mask=mask)
     tl.store(by_pair + pairs, pairs * run_rows, mask=mask)
-    tl.store(by_pair + num_pairs + pairs, run, mask=mask)
+    tl.store(by_pair + most_pairs + pairs, run, mask=mask)

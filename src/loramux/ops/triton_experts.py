@@ -286,7 +286,7 @@ class TritonExperts:
             return arguments, constants | {"LORA": False, "SPLIT_K": 1, "ONE_BLOCK": True}
         arguments = (
             delta.planes, arena, delta.table, delta.slots.by_pair, choice.token_count,
-            delta.slots.by_pair.shape[1], delta.table.stride(0), delta.pieces.plane_rows, ranks,
+            delta.slots.by_pair.stride(0), delta.table.stride(0), delta.pieces.plane_rows, ranks,
         )  # fmt: skip
         changing = {
             "LORA": True, "SPLIT_K": delta.tiles.split_k, "ONE_BLOCK": ranks <= BLOCK_RANKS,
