@@ -29,18 +29,18 @@ PARTS = ("gate_proj", "up_proj", "down_proj")
 
 @pytest.mark.parametrize("free", [None, 1600, 10**9])
 def test_each_slot_has_room_for_a_plain_adapter(free: int | None) -> None:
-    assert default_arena(8, 100, [], free) == Arena(800, slot_bytes=100)
-    assert default_arena(8, 100, [SMALL], free) == Arena(800, slot_bytes=100)
+    assert default_arena(8, 100, None, free) == Arena(800, slot_bytes=100)
+    assert default_arena(8, 100, SMALL, free) == Arena(800, slot_bytes=100)
 
 
 def test_each_slot_has_room_for_the_largest_known_adapter() -> None:
-    assert default_arena(8, 100, [LARGE, SMALL], 10**9) == Arena(5600, slot_bytes=700)
+    assert default_arena(8, 100, LARGE, 10**9) == Arena(5600, slot_bytes=700)
 
 
 def test_no_more_than_half_of_what_is_free_is_taken_and_the_log_says_what_would_do(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert default_arena(8, 100, [SMALL, LARGE], 4000) == Arena(2000, slot_bytes=0)
+    assert default_arena(8, 100, LARGE, 4000) == Arena(2000, slot_bytes=0)
     [warning] = caplog.messages
     assert "has 2,000 bytes, 50% of the memory that is free" in warning
     assert "8 adapters as large as 'large' need 5,600" in warning
@@ -50,7 +50,7 @@ def test_no_more_than_half_of_what_is_free_is_taken_and_the_log_says_what_would_
 def test_a_device_too_small_for_plain_adapters_is_told_as_well(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert default_arena(8, 100, [], 180) == Arena(90, slot_bytes=0)
+    assert default_arena(8, 100, None, 180) == Arena(90, slot_bytes=0)
     assert "8 adapters of usual size need 800" in caplog.text
     assert "--max-loras 1" in caplog.text
 

@@ -28,7 +28,6 @@ _STACKED = {
 }
 _INSIDE = re.compile(r"((?:.+\.)?experts)\.(\d{1,9})\.(\w+)")
 _NEW_NAMES = {old: part for part, old in OLD_NAMES.items()}
-_OLD_PART = re.compile(rf"((?:^|.*\.)experts\.\d+\.)({'|'.join(_NEW_NAMES)})")
 _BLOCKS = ("mlp", "block_sparse_moe")
 """What the module that has the experts and the router is called, now and before."""
 _BLOCK = re.compile(rf"(?:^|(?<=\.))(?:{'|'.join(_BLOCKS)})\.(?=experts(?:\.|$)|gate$)")
@@ -75,7 +74,8 @@ def other_spellings(name: str) -> set[str]:
     router or its experts."""
     if "experts" not in name and not name.endswith("gate"):
         return set()
-    old = _OLD_PART.fullmatch(name)
-    leaves = [name] if old is None else [name, f"{old[1]}{_NEW_NAMES[old[2]]}"]
+    found, leaves = inside(name), [name]
+    if found is not None and found.leaf in _NEW_NAMES:
+        leaves.append(name.removesuffix(found.leaf) + _NEW_NAMES[found.leaf])
     spellings = {_BLOCK.sub(f"{block}.", leaf) for leaf in leaves for block in _BLOCKS}
     return spellings - {name}

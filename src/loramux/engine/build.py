@@ -203,10 +203,9 @@ def assemble(
     if registry is not None:
         registry.bind(base_shape)
     sources = AdapterSources(options.sources)
-    known = _known_adapters(adapters or {}, registry, sources, layout, model.dtype, options)
-    arena = _arena(model, anatomy, known, options)
+    largest = _largest_adapter(adapters or {}, registry, sources, layout, model.dtype, options)
+    arena = _arena(model, anatomy, largest, options)
     host_bytes = options.adapters.host_bytes(arena.num_bytes)
-    largest = max(known, key=lambda adapter: adapter.num_bytes, default=None)
     read_bytes = max(arena.slot_bytes, 0 if largest is None else largest.num_bytes)
     backends = choose_backends(model, anatomy, limits, options)
     kv = KvSizes.of(
@@ -359,16 +358,15 @@ def _reported(shapes: Sequence[ModuleShape], dtype: torch.dtype) -> dict[int, in
     return {rank: block_bytes(shapes, rank, dtype) for rank in _REPORTED_RANKS}
 
 
-def _known_adapters(
+def _largest_adapter(
     adapters: Mapping[str, str],
     registry: Registry | None,
     sources: AdapterSources,
     layout: BaseLayout,
     dtype: torch.dtype,
     options: EngineOptions,
-) -> list[KnownAdapter]:
-    """What will be served from the start on; without those that cannot be, which their load will
-    say."""
+) -> KnownAdapter | None:
+    """Of what will be served from the start on; without what cannot be, as its load will say."""
     records = [] if registry is None else registry.records()
     known = [KnownAdapter(r.name, r.num_bytes) for r in records if r.name not in adapters]
     max_rank, lenient = options.adapters.max_rank, options.adapters.lenient
@@ -376,11 +374,11 @@ def _known_adapters(
         with suppress(AdapterError), sources.open(name, source) as folder:
             size = size_of(name, folder, layout, dtype, max_rank=max_rank, lenient=lenient)
             known.append(KnownAdapter(name, size))
-    return known
+    return max(known, key=lambda adapter: adapter.num_bytes, default=None)
 
 
 def _arena(
-    model: BaseModel, anatomy: Anatomy, known: Sequence[KnownAdapter], options: EngineOptions
+    model: BaseModel, anatomy: Anatomy, largest: KnownAdapter | None, options: EngineOptions
 ) -> Arena:
     """As the options say, or as large as it should be."""
     if options.adapters.device_cache is not None:
@@ -389,4 +387,4 @@ def _arena(
     shapes = [shape for name, shape in named if is_open(anatomy.layout, name)]
     plain_bytes = block_bytes(shapes, _DEFAULT_RANK, model.dtype)
     free_bytes = free_memory(model.model.device)
-    return default_arena(options.adapters.max_loras, plain_bytes, known, free_bytes)
+    return default_arena(options.adapters.max_loras, plain_bytes, largest, free_bytes)

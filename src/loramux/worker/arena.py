@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -39,15 +38,14 @@ class Arena:
 
 
 def default_arena(
-    num_slots: int, plain_bytes: int, known: Iterable[KnownAdapter], free_bytes: int | None
+    num_slots: int, plain_bytes: int, largest: KnownAdapter | None, free_bytes: int | None
 ) -> Arena:
     """Room for as many adapters as there are slots, each of ``plain_bytes`` or as large as the
-    largest that is known; but no more than a share of what is free, where that is known.
+    largest that is known; but no more than a share of what is free, if the system says that.
 
     With less than all that, the log says what would do. An adapter that does not even fit alone is
     refused at its load, with the size that it needs.
     """
-    largest = max(known, key=lambda adapter: adapter.num_bytes, default=None)
     slot_bytes, what = plain_bytes, "of usual size"
     if largest is not None and largest.num_bytes > plain_bytes:
         slot_bytes, what = largest.num_bytes, f"as large as {largest.name!r}"
