@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import ModuleType
 
 from loramux.adapters.registry import Registry
@@ -17,6 +20,7 @@ from loramux.plan import StepPlan
 from loramux.testing import FakeCodec, FakeWorker
 from loramux.testing.codec import FakeGrammar
 from loramux.testing.worker import FakeLaunchedStep
+from loramux.types import AdapterInfo
 from tests.unit.small_engine import SmallEngine
 
 log = logging.getLogger("loramux.testing")
@@ -83,3 +87,17 @@ def with_slow_guides(build: Callable[[], Service]) -> Service:
 
     FakeCodec.compile = compile_slowly
     return build()
+
+
+def with_settings_kept(build: Callable[[], Service], file: Path) -> Service:
+    """Writes down what the interpreter is set to when the service is asked for its adapters."""
+    service = build()
+    adapters = service.adapters
+
+    async def found() -> list[AdapterInfo]:
+        settings = [sys.getswitchinterval(), gc.get_threshold()[0], gc.get_freeze_count()]
+        file.write_text(json.dumps(settings))
+        return await adapters()
+
+    service.adapters = found
+    return service

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import os
 import signal
 import subprocess
@@ -37,7 +39,7 @@ from loramux.types import (
     SamplingParams,
     numbers_of,
 )
-from tests.server.fake_service import build_service, with_slow_guides
+from tests.server.fake_service import build_service, with_settings_kept, with_slow_guides
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
@@ -186,6 +188,15 @@ async def test_who_gives_up_while_a_guide_is_compiled_leaves_nothing_behind() ->
         await asyncio.sleep(0.6)
         stats = await bench.engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.prompt_tokens) == (0, 0, 0)
+
+
+async def test_no_thread_of_the_process_keeps_the_steps_waiting_for_long(tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    async with running(partial(with_settings_kept, build(), file)):
+        interval, new_objects, frozen = json.loads(file.read_text())
+    assert interval < sys.getswitchinterval() / 2
+    assert new_objects > gc.get_threshold()[0]
+    assert frozen > 10_000
 
 
 def refuse(error: Exception) -> Service:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import logging
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 from loramux.engine import messages
 from loramux.engine.channel import Channel, frame, receive
 from loramux.engine.interface import Service
+from loramux.engine.own_process import keep_steps_steady
 from loramux.errors import LoramuxError
 from loramux.types import Delta
 
@@ -89,9 +89,7 @@ class _Host:
 
     async def _start(self) -> None:
         await self._service.start(self)
-        # As ``engine.build`` does on a GPU; this process has nothing but its engine.
-        gc.collect()
-        gc.freeze()
+        keep_steps_steady()
         self._channel.send(
             messages.Started(
                 self._service.base_name,
