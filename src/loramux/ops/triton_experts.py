@@ -44,6 +44,7 @@ from loramux.ops.tiles import Tiles
 _PLAIN_ROWS, _PLAIN_COLUMNS = 16, 128
 """Of a program of the gate where no adapter takes part."""
 _LONG_ROW = 1 << 20
+"""Features that are split as much as any."""
 _COMBINE_PLAIN = 1024
 """Columns of a program of the sum where no adapter takes part."""
 
@@ -86,7 +87,6 @@ class TritonExperts:
         return (
             product_tiles(num_pairs, num_experts, dtype.itemsize, self._step.shared_bytes),
             rows,
-            # Of rows long enough to be split as much as any.
             expert_lora_tiles(_LONG_ROW, num_pairs, self._step.rank_bucket, rows),
             added_by_pair(num_pairs, num_experts, few=few),
             combine_warps(num_pairs),

@@ -57,6 +57,8 @@ class PatternTable(Generic[Value]):
 
         Raises BadPattern when the time limit of this table is used up.
         """
+        if not self._values:
+            return default
         started = time.thread_time()
         try:
             first = self._names.first(module, started + self._seconds_left)
