@@ -7,8 +7,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
+from loramux.model.compile import _inductor_options
 from loramux.model.top_k_pass import ShortTopK
+from loramux.ops import triton_top_k
 from loramux.ops.opaque import top_k
 
 
@@ -74,3 +78,27 @@ def test_what_the_kernel_does_not_find_is_left_to_torch(
     device: torch.device, call: dict[str, int]
 ) -> None:
     assert not replaced(device, **call)
+
+
+def test_the_compiler_takes_the_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real router, compiled with the options of the layers."""
+    torch.manual_seed(0)
+    sizes = {"num_experts": 16, "num_experts_per_tok": 4, "hidden_size": 32}
+    router = Qwen3MoeTopKRouter(Qwen3MoeConfig(**sizes)).to(device)
+    torch.nn.init.normal_(router.weight)
+    asked: list[int] = []
+
+    def counted(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        asked.append(k)
+        return kernel(x, k)
+
+    kernel = triton_top_k.top_k
+    monkeypatch.setattr(triton_top_k, "top_k", counted)
+    torch._dynamo.reset()
+    compiled = torch.compile(router, dynamic=True, fullgraph=True, options=_inductor_options())
+    x = torch.randn(6, 32, device=device)
+    with torch.inference_mode():
+        got, wanted = compiled(x), router(x)
+    assert asked == [4]
+    assert torch.equal(got[-1], wanted[-1])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(got, wanted, strict=True))

@@ -6,8 +6,8 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
+from loramux.ops import triton_top_k
 from loramux.ops.opaque import top_k
-from loramux.ops.triton_top_k import MAX_K, MAX_SIZE
 
 
 class ShortTopK(CustomGraphPass):
@@ -24,7 +24,7 @@ class ShortTopK(CustomGraphPass):
                 graph.erase_node(node)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, triton_top_k.__file__))
 
 
 def _is_short(node: Node) -> bool:
@@ -36,4 +36,9 @@ def _is_short(node: Node) -> bool:
     if not isinstance(size, int) or not isinstance(k, int):
         return False
     last = given["dim"] in (-1, len(shape) - 1)
-    return last and bool(given["largest"]) and k <= MAX_K and size <= MAX_SIZE
+    return (
+        last
+        and bool(given["largest"])
+        and k <= triton_top_k.MAX_K
+        and size <= triton_top_k.MAX_SIZE
+    )
