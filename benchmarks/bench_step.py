@@ -33,8 +33,8 @@ KINDS = (
 
 SHAPES = {"llama-8b": llama_engine, "qwen3-30b-a3b": qwen_moe_engine}
 
-_PROMPTS = 16
-"""Whose contexts are computed in one step."""
+_PROMPT_TOKENS = 4096
+"""Of the contexts that are computed in one step; a longer one has a step of its own."""
 _STEPS = 10
 """Steps one behind the other, so that the host is ahead of the GPU as it is in the engine."""
 
@@ -77,12 +77,13 @@ def main() -> None:
 def compute_contexts(parts: Parts, rows: int, context: int, base_slot: int) -> None:
     """Have keys and values of every sequence: experts are chosen by what they make of a token."""
     every = decode_plan([base_slot] * rows, context).sequences
-    for first in range(0, rows, _PROMPTS):
+    at_once = max(1, _PROMPT_TOKENS // context)
+    for first in range(0, rows, at_once):
         sequences = [
             step._replace(
                 token_ids=[(7919 * i + 1009 * place) % 30_000 for place in range(context)], start=0
             )
-            for i, step in enumerate(every[first : first + _PROMPTS], first)
+            for i, step in enumerate(every[first : first + at_once], first)
         ]
         plan = StepPlan((), tuple(sequences))
         parts.worker.forward(build_inputs(plan, {}), plan.sequences)

@@ -18,9 +18,9 @@ from tests.cpu.test_embeddings import answer, run, vector_of
 from tests.cpu.test_own_values import save
 from tests.gpu.test_captured_steps import PROMPTS, assemble, model
 
-LEAST_COSINE = 0.97
-"""In bfloat16 against float32. PEFT's own vectors come down to 0.975; without its adapter a vector
-is at 0.78 or below."""
+LEAST_COSINE = {None: 0.99, "plain": 0.99, "dora": 0.99, "norm": 0.97}
+"""In bfloat16 against float32; without its adapter a vector is at 0.78 or below. PEFT's own vectors
+come down to 0.975 with a norm of the adapter's own."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,8 @@ def test_vectors_are_those_of_peft_beside_rows_that_generate(
         assert delta.embedding is not None
         expected = vector_of(oracle_of(name, adapters), prompt, params)
         vector = torch.tensor(numbers_of(delta.embedding))
-        assert float(torch.nn.functional.cosine_similarity(vector, expected, dim=0)) > LEAST_COSINE
+        cosine = float(torch.nn.functional.cosine_similarity(vector, expected, dim=0))
+        assert cosine > LEAST_COSINE[name], name
 
 
 def test_rows_that_generate_keep_every_bit(parts: Parts) -> None:

@@ -9,12 +9,8 @@ from typing import Any
 
 import triton.language as tl
 
-from loramux.ops.expert_kernels import (
-    combine_kernel,
-    gate_kernel,
-    gate_runs_kernel,
-    product_kernel,
-)
+from loramux.ops.expert_kernels import gate_runs_kernel, product_kernel
+from loramux.ops.expert_pair_kernels import combine_kernel, gate_kernel
 from loramux.ops.expert_routing_kernels import (
     cut_kernel,
     rank_kernel,

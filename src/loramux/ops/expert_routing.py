@@ -39,6 +39,11 @@ class Runs:
     block_rows: int
     grid: int
 
+    @classmethod
+    def of(cls, pieces: Tensor, block_rows: int, grid: int) -> Runs:
+        """pieces ``[3, grid]``: which, start and rows."""
+        return cls(pieces[0], pieces[1], pieces[2], block_rows, grid)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -132,9 +137,7 @@ def _split_pairs(step: StepLaunches, choice: Choice, columns: int, rows: int) ->
             num_warps=1,
             num_stages=1,
         )
-    return RoutedSlots(
-        order, tokens, Runs(pieces[0], pieces[1], pieces[2], rows, num_pairs), by_pair
-    )
+    return RoutedSlots(order, tokens, Runs.of(pieces, rows, num_pairs), by_pair)
 
 
 def _sort_pairs(
@@ -146,7 +149,7 @@ def _sort_pairs(
     grid = num_pieces(num_pairs, num_experts, rows)
     order, keys, starts = _rows(choice, 3, num_pairs)
     pieces = _rows(choice, 3, grid)
-    experts = Runs(pieces[0], pieces[1], pieces[2], rows, grid)
+    experts = Runs.of(pieces, rows, grid)
     routed = index, choice.token_slot, choice.token_count
     constants = {"TOP_K": index.shape[1], "HAS_SLOTS": columns is not None}
     if num_pairs <= _SORTED_AT_ONCE:
@@ -162,7 +165,7 @@ def _sort_pairs(
         )  # fmt: skip
     else:
         order, keys = sort_pairs(choice, num_experts, columns)
-    _launch_cut(step, choice, keys, starts, pieces, order, order, order, columns, rows, False)
+    _launch_cut(step, choice, order, keys, starts, pieces, columns, rows)
     return order, keys, experts
 
 
@@ -176,14 +179,16 @@ def _cut_by_slot(
     tokens, starts, by_pair = made[0], made[1], made[2:]
     pieces = _rows(choice, 3, grid)
     with step.aside():
-        _launch_cut(step, choice, keys, starts, pieces, order, tokens, by_pair, columns, rows, True)
-    return RoutedSlots(order, tokens, Runs(pieces[0], pieces[1], pieces[2], rows, grid), by_pair)
+        _launch_cut(step, choice, order, keys, starts, pieces, columns, rows, (tokens, by_pair))
+    return RoutedSlots(order, tokens, Runs.of(pieces, rows, grid), by_pair)
 
 
 def _launch_cut(
-    step: StepLaunches, choice: Choice, keys: Tensor, starts: Tensor, pieces: Tensor, order: Tensor,
-    tokens: Tensor, by_pair: Tensor, columns: int | None, rows: int, by_slot: bool,
+    step: StepLaunches, choice: Choice, order: Tensor, keys: Tensor, starts: Tensor, pieces: Tensor,
+    columns: int | None, rows: int, for_slots: tuple[Tensor, Tensor] | None = None,
 ) -> None:  # fmt: skip
+    """By expert, or by expert and slot with ``for_slots``: tokens and by_pair, to be filled."""
+    tokens, by_pair = for_slots or (order, order)
     long = len(keys) > _SHORT_CUT
     step.run(
         _cut,
@@ -200,7 +205,7 @@ def _launch_cut(
         rows,
         columns or 1,
         TOP_K=choice.index.shape[1],
-        BY_SLOT=by_slot,
+        BY_SLOT=for_slots is not None,
         CHUNK=_LONG_CUT if long else _SHORT_CUT,
         num_warps=16 if long else 8,
         num_stages=1,

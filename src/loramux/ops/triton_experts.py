@@ -10,12 +10,8 @@ import torch
 import triton
 from torch import Tensor
 
-from loramux.ops.expert_kernels import (
-    combine_kernel,
-    gate_kernel,
-    gate_runs_kernel,
-    product_kernel,
-)
+from loramux.ops.expert_kernels import gate_runs_kernel, product_kernel
+from loramux.ops.expert_pair_kernels import combine_kernel, gate_kernel
 from loramux.ops.expert_routing import Choice, Routed, RoutedSlots, route, routing_kernels
 from loramux.ops.expert_tiles import (
     BLOCK_RANKS,
@@ -210,6 +206,7 @@ class TritonExperts:
             both,
             inner,
             *arguments,
+            delta.table.stride(0) if delta else 0,
             SIZE=size,
             ACTIVATION=activation,
             BLOCK_M=block_rows,
@@ -282,11 +279,11 @@ class TritonExperts:
         ranks, top_k = self._step.rank_bucket, choice.index.shape[1]
         constants = {"TOP_K": top_k, "UNIT": unit_of(arena), "BLOCK_R": BLOCK_RANKS}
         if delta is None:
-            arguments = nothing, arena, nothing, nothing, choice.token_count, 0, 0, 0, ranks
+            arguments = nothing, arena, nothing, nothing, choice.token_count, 0, 0, ranks
             return arguments, constants | {"LORA": False, "SPLIT_K": 1, "ONE_BLOCK": True}
         arguments = (
             delta.planes, arena, delta.table, delta.slots.by_pair, choice.token_count,
-            delta.slots.by_pair.stride(0), delta.table.stride(0), delta.pieces.plane_rows, ranks,
+            delta.slots.by_pair.stride(0), delta.pieces.plane_rows, ranks,
         )  # fmt: skip
         changing = {
             "LORA": True, "SPLIT_K": delta.tiles.split_k, "ONE_BLOCK": ranks <= BLOCK_RANKS,

@@ -79,6 +79,10 @@ _NONE = sys.maxsize
 """A place behind all keys."""
 
 
+_Groups = dict[int, dict[tuple[int, ...], dict[str, int]]]
+"""Places of keys by their length, then by where they have dots, then by their text."""
+
+
 class _PlainNames:
     """Keys without repetitions or choices, each of which fits so many characters at a name's end.
 
@@ -87,8 +91,8 @@ class _PlainNames:
     """
 
     def __init__(self) -> None:
-        self._by_length: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
-        self._whole: dict[int, dict[tuple[int, ...], dict[str, int]]] = {}
+        self._ends: _Groups = {}
+        self._whole: _Groups = {}
 
     def add(self, key: str, place: int) -> None:
         """Keys are added in their order."""
@@ -96,7 +100,7 @@ class _PlainNames:
         characters = re.findall(r"\\?.", name)
         text = "".join(character[-1] for character in characters)
         dots = tuple(i for i, character in enumerate(characters) if character == ".")
-        groups = self._by_length if name == key else self._whole
+        groups = self._ends if name == key else self._whole
         groups.setdefault(len(text), {}).setdefault(dots, {}).setdefault(text, place)
 
     def first(self, module: str, deadline: float) -> int:
@@ -105,17 +109,12 @@ class _PlainNames:
         found = self._among(self._whole, module, deadline)
         start = 0
         while True:
-            found = min(found, self._among(self._by_length, module[start:], deadline))
+            found = min(found, self._among(self._ends, module[start:], deadline))
             start = module.find(".", start) + 1
             if not start:
                 return found
 
-    def _among(
-        self,
-        groups: Mapping[int, Mapping[tuple[int, ...], Mapping[str, int]]],
-        name: str,
-        deadline: float,
-    ) -> int:
+    def _among(self, groups: _Groups, name: str, deadline: float) -> int:
         found = _NONE
         for dots, places in groups.get(len(name), {}).items():
             if time.thread_time() > deadline:
