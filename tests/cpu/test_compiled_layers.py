@@ -23,7 +23,7 @@ from loramux.ops.triton_lora import TritonOps
 from loramux.ops.upload import Uploads
 from loramux.testing import tiny_model
 from loramux.worker.runner import CompiledOptions
-from tests.cpu.served import ADAPTERS, BASE, SLOTS, TARGETS, Served, part
+from tests.cpu.served import ADAPTERS, BASE, BLOCK, SLOTS, TARGETS, Served, part
 from tests.cpu.test_own_values import save
 
 PROMPT = [(37 * i + 11) % 160 for i in range(7)]
@@ -182,6 +182,18 @@ def test_layers_and_batch_sizes_share_a_compilation_of_each_form(
         model.run(*(part(PROMPT, slot, blocks=[i]) for i, slot in enumerate(slots)))
     # Layers in each form (base, beside, in place), the last norm, the rotary embedding.
     assert compiler.frame_count == 3 + 2
+
+
+@pytest.mark.parametrize("rows", [4, 8, 32, 56], ids=["heads", "head", "hidden", "intermediate"])
+def test_a_first_step_of_as_many_rows_as_the_model_has_features_holds_for_any_number(
+    tmp_path: Path, compiler: CompileCounter, rows: int
+) -> None:
+    model = served(tmp_path, compiler)
+    tokens = [i % 160 for i in range(rows)]
+    blocks = range(-(-rows // BLOCK))
+    model.run(part(tokens, BASE, blocks=[*blocks]))
+    model.run(part(PROMPT, BASE, blocks=[0]))
+    assert compiler.frame_count == 1 + 2
 
 
 def test_a_step_of_one_row_is_padded_and_compiles_nothing_new(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +25,7 @@ from loramux.ops.tuning import ROW_BUCKETS, bucket_of
 from loramux.ops.upload import Uploads
 from loramux.plan import StepPlan
 from loramux.worker import runner as module
-from loramux.worker.graphs import StepGraphs, buckets, mixed_buckets
+from loramux.worker.graphs import GraphKey, StepGraphs, buckets, mixed_buckets
 from loramux.worker.inputs import build_inputs
 from loramux.worker.runner import CapturedRunner, CompiledOptions, EagerRunner
 from tests.cpu.served import part
@@ -102,30 +104,30 @@ def test_samples_stand_for_every_set_of_kernels_of_experts(graphs: StepGraphs, t
     assert len(samples) > len(plain), "of experts there are more"
 
 
-def test_what_an_adapter_needs_is_compiled_when_it_comes(
+def test_what_any_adapter_needs_is_compiled_at_start(
     context: LoraContext, graphs: StepGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = captured(context, monkeypatch)
-    rehearsed: list[tuple[Form, int]] = []
-    monkeypatch.setattr(
-        graphs, "rehearse", lambda key: rehearsed.append((key.form, key.rank_bucket))
-    )
+    made: list[GraphKey] = []
+    shown: list[GraphKey] = []
 
-    def expect(max_rank: int, *, gain: bool, own: bool = False) -> set[tuple[Form, int]]:
-        rehearsed.clear()
-        runner.expect(max_rank, gain=gain, own=own)
-        return set(rehearsed)
+    def rehearse(key: GraphKey) -> None:
+        assert isinstance(context.ops, NotingOps)
+        assert context.ops.compiles, "one kernel after another takes too long"
+        made.append(key)
 
+    monkeypatch.setattr(graphs, "rehearse", rehearse)
+    monkeypatch.setattr(graphs, "capture", shown.append)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runner, "_graphs", graphs)
-    assert expect(64, gain=True) == set()  # before the start there are no addresses to keep
-    monkeypatch.setattr(runner, "_settled", True)
-    assert expect(8, gain=False) == set()  # captured at start
-    assert expect(40, gain=False) == {(Form.BESIDE, 64)}
-    assert expect(50, gain=False) == set()
-    # Beside one of the others it has their ranks.
-    assert expect(3, gain=True) == {(Form.IN_PLACE, 16), (Form.IN_PLACE, 64)}
-    assert expect(64, gain=True) == set()
-    assert expect(8, gain=True, own=True) == {(Form.OWN, 16), (Form.OWN, 64)}
+
+    runner.warm_up(lambda what, keys: keys)
+
+    for form, ranks in itertools.product((Form.BESIDE, Form.IN_PLACE), (16, 64)):
+        assert {*graphs.samples(form, ranks, SLOTS)} <= {*made}
+    assert {Form.NONE, Form.OWN} < {key.form for key in made}
+    assert shown == graphs.keys(16, SLOTS)
 
 
 class NotingOps(ReferenceOps):
@@ -137,6 +139,7 @@ class NotingOps(ReferenceOps):
     def __init__(self) -> None:
         super().__init__()
         self.begun: list[tuple[int, bool]] = []
+        self.compiles = False
 
     def begin_step(self, max_rank: int, *, few: bool) -> None:
         self.begun.append((max_rank, few))
@@ -146,6 +149,12 @@ class NotingOps(ReferenceOps):
 
     def bucket_of(self, max_rank: int) -> int:
         return 16 if max_rank <= 16 else 64
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        self.compiles = True
+        yield
+        self.compiles = False
 
 
 class Base:

@@ -44,7 +44,7 @@ def call(layers: nn.ModuleList, hidden: Tensor, how: str) -> Tensor:
 @pytest.mark.parametrize(
     ("how", "runs"),
     [
-        ("alike", ((0, 1, 2, 3), (4, 5))),
+        ("alike", ((0, 1, 2), (3, 4, 5))),
         ("two kinds", ((0, 1, 2), (3, 4, 5))),
         ("other numbers", ((0,), (1,), (2,), (3,), (4,), (5,))),
         ("equal tensors", ((0,), (1,), (2,), (3,), (4,), (5,))),
@@ -64,6 +64,21 @@ def test_layers_run_as_one_if_their_calls_differ_in_nothing(
     assert len(joined) == len(runs)
     assert torch.equal(call(layers, torch.ones(2), how), wanted)
     assert [layer.calls for layer in originals] == [2] * 6
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "lengths"),
+    [(1, [1]), (2, [2]), (8, [4, 4]), (9, [3] * 3), (10, [2] * 5), (30, [3] * 10), (7, [4, 3])],
+)
+def test_alike_layers_are_cut_into_equal_runs_if_they_can(
+    num_layers: int, lengths: list[int]
+) -> None:
+    layers = nn.ModuleList(map(Layer, range(num_layers)))
+    with recorded_calls(list(layers)) as calls:
+        call(layers, torch.ones(2), "alike")
+    runs = runs_of(calls)
+    assert [len(run) for run in runs] == lengths
+    assert [layer for run in runs for layer in run] == list(range(num_layers))
 
 
 def test_a_stand_in_has_the_attributes_of_its_layer() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
 from peft import PeftModel
 
 from loramux import LLM, SamplingParams
@@ -152,6 +153,20 @@ def test_many_adapters_and_few_of_many_slots_answer_as_peft_does(
     roomy: LLM, adapters: dict[str, Path], names: list[str | None]
 ) -> None:
     assert_right(generate(roomy, names), adapters)
+
+
+def test_no_step_waits_for_a_compiler(
+    adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA kernels are compiled when an adapter comes, with what they will be launched with."""
+    llm = LLM.over(assemble(max_loras=8), {name: str(path) for name, path in adapters.items()})
+    compiled: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name)
+    )
+    for names in ([*RANKS, None] * 2, ["large", "dora"], ["narrow"], [*RANKS], ["larger"], [None]):
+        generate(llm, names)
+    assert compiled == []
 
 
 def test_base_rows_keep_every_bit_beside_adapters(llm: LLM) -> None:

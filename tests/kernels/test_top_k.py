@@ -80,6 +80,7 @@ def test_what_the_kernel_does_not_find_is_left_to_torch(
     assert not replaced(device, **call)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_the_compiler_takes_the_pass(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real router, compiled with the options of the layers."""
     torch.manual_seed(0)

@@ -335,8 +335,8 @@ def _gpu_memory(
     )
 
 
-def _progress(keys: Sequence[GraphKey]) -> Iterable[GraphKey]:
-    return track(keys, "capturing graphs", console=Console(stderr=True), transient=True)
+def _progress(what: str, keys: Sequence[GraphKey]) -> Iterable[GraphKey]:
+    return track(keys, what, console=Console(stderr=True), transient=True)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

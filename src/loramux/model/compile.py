@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.fx.experimental._config as shapes
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -35,6 +36,9 @@ def compile_layers(
     """
     # float32 is to be exact; the compiler advises otherwise.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+    # Sizes that happen to be equal at a first call are no constants: what is compiled for a step of
+    # 64 rows, where heads have 64 features, would hold for that number alone.
+    shapes.use_duck_shape = False
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MAX_VARIANTS)
     options = _inductor_options() if backend == "inductor" else None
     stack = decoder_layers(model)

@@ -8,6 +8,7 @@ is seen in the examination pass, so it needs no list of architectures.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-TOGETHER = 4
-"""Layers of one compilation: more leave fewer seams, and take longer to compile."""
+_TOGETHER = (4, 3, 2)
+"""Layers of one compilation, the best number first: more leave fewer seams, and take longer to
+compile."""
 
 
 @dataclass
@@ -91,15 +93,23 @@ def recorded_calls(layers: Sequence[nn.Module]) -> Iterator[list[LayerCall]]:
             hook.remove()
 
 
-def runs_of(calls: Sequence[LayerCall], longest: int = TOGETHER) -> tuple[tuple[int, ...], ...]:
-    """Layers, by index, that can run as one module: consecutive ones, at most ``longest``."""
-    runs: list[list[int]] = []
+def runs_of(calls: Sequence[LayerCall]) -> tuple[tuple[int, ...], ...]:
+    """Layers, by index, that can run as one module: consecutive ones, a few at a time.
+
+    Runs of one length share their compilation, so alike layers are cut into equal runs if they can.
+    """
+    alike: list[list[int]] = []
     for i, call in enumerate(calls):
-        if runs and len(runs[-1]) < longest and call.follows(calls[i - 1]):
-            runs[-1].append(i)
+        if alike and call.follows(calls[i - 1]):
+            alike[-1].append(i)
         else:
-            runs.append([i])
-    return tuple(map(tuple, runs))
+            alike.append([i])
+    return tuple(itertools.chain.from_iterable(map(_cut, alike)))
+
+
+def _cut(layers: Sequence[int]) -> list[tuple[int, ...]]:
+    length = next((n for n in _TOGETHER if len(layers) % n == 0), _TOGETHER[0])
+    return [tuple(layers[i : i + length]) for i in range(0, len(layers), length)]
 
 
 class _Stands(nn.Module):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +36,17 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: A
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Instead of a launch: have the kernel compiled that it would run."""
     kernel.warmup(*arguments, grid=grid, **options)
+
+
+@contextmanager
+def compiled_at_once(*, ignore_errors: bool = False) -> Iterator[None]:
+    """What ``compile_kernel`` is asked for inside is there at the end: as many kernels are compiled
+    at a time as there are processors. With ``ignore_errors`` what fails is left out."""
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+        triton.AsyncCompileMode(pool, ignore_errors=ignore_errors),
+    ):
+        yield
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -71,6 +84,16 @@ class StepLaunches:
     def bucket_of(self, max_rank: int) -> int:
         """The smallest rank bucket that holds a rank."""
         return next(bucket for bucket in self.rank_buckets if bucket >= max_rank)
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """What is launched inside does not run: its kernels are compiled, many at a time."""
+        run, self.run = self.run, compile_kernel
+        try:
+            with compiled_at_once():
+                yield
+        finally:
+            self.run = run
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,10 @@ class TritonOps:
     def bucket_of(self, max_rank: int) -> int:
         """The smallest rank bucket that holds a rank."""
         return self._step.bucket_of(max_rank)
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """What is launched inside does not run: its kernels are compiled, many at a time."""
+        return self._step.compiling()
 
     def kernels_of(
         self, num_rows: int, few: bool, *, mixtures: Collection[Mixture], dtype: torch.dtype

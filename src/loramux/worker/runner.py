@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -32,8 +33,8 @@ from loramux.worker.inputs import StepInputs
 log = logging.getLogger(__name__)
 
 
-Progress = Callable[[Sequence[GraphKey]], Iterable[GraphKey]]
-"""Passes on what it is given, and may show how far it has come."""
+Progress = Callable[[str, Sequence[GraphKey]], Iterable[GraphKey]]
+"""Takes what is done for each key, passes the keys on, and may show how far it has come."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,6 @@ class Runner(Protocol):
         """Do at start what the first steps would have to wait for."""
         ...
 
-    def expect(self, max_rank: int, *, gain: bool, own: bool) -> None:
-        """An adapter may take part from now on: of this rank, with DoRA or without, and with own
-        parts or without."""
-        ...
-
     def use_attention(self, backend: AttentionBackend) -> None:
         """Go over to another backend, to which the model is connected already."""
         ...
@@ -98,6 +94,10 @@ class CompiledOps(LoraOps, Protocol):
     def bind(self, arena: Tensor, routing: Routing) -> None: ...
 
     def bucket_of(self, max_rank: int) -> int: ...
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """What is launched inside does not run: its kernels are compiled, many at a time."""
+        ...
 
     def kernels_of(
         self, num_rows: int, few: bool, *, mixtures: Collection[Mixture], dtype: torch.dtype
@@ -160,9 +160,6 @@ class EagerRunner:
         """Nothing is kept from one step to the next."""
         return Captured()
 
-    def expect(self, max_rank: int, *, gain: bool, own: bool) -> None:
-        """Whatever comes is computed as it comes."""
-
     def use_attention(self, backend: AttentionBackend) -> None:
         self._backend = backend
 
@@ -170,9 +167,9 @@ class EagerRunner:
 class CapturedRunner:
     """Compiled layers over fixed buffers; all but large steps are replayed as graphs.
 
-    Graphs are captured at start for plain adapters of small ranks. For others (DoRA, larger ranks)
-    kernels are compiled when the first such adapter is installed, which can take seconds where they
-    are in no cache; a graph is captured when a step first needs it, which takes a tenth of one.
+    At start everything is compiled that any adapter could need, because no step may wait for a
+    compiler. Graphs are captured at start for plain adapters of small ranks; for others (DoRA,
+    larger ranks) when a step first needs one, which takes a tenth of a second.
     """
 
     def __init__(
@@ -204,10 +201,6 @@ class CapturedRunner:
         self._graphs: StepGraphs | None = None
         self._settled = False
         """Whether addresses stay as they are, so that steps may be captured."""
-        self._forms = {Form.BESIDE}
-        self._ranks = {self._ops.rank_buckets[0]}
-        """Forms and rank buckets of adapters that there have been; these first ones at start."""
-        self._compiled = {(Form.BESIDE, self._ops.rank_buckets[0])}
         self._max_logit_rows = max(options.max_num_seqs, MIN_ROWS)
         if options.capture:
             logits = torch.zeros(
@@ -235,25 +228,30 @@ class CapturedRunner:
             return Captured()
         started = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
+        log.info("compiling the layers; what is made is kept, so the next start takes less time")
+        with self._ops.compiling():
+            for key in progress("compiling", self._samples(self._graphs)):
+                self._graphs.rehearse(key)
+        compiled = time.perf_counter()
         keys = self.first_graphs
-        for key in progress(keys):
+        for key in progress("capturing graphs", keys):
             self._graphs.capture(key)
         torch.cuda.synchronize()
-        log.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
+        log.info(
+            "compiled in %.1f s, captured %d graphs in %.1f s",
+            compiled - started,
+            len(keys),
+            time.perf_counter() - compiled,
+        )
         return Captured(len(keys), max(free_before - torch.cuda.mem_get_info()[0], 0))
 
-    @torch.inference_mode()
-    def expect(self, max_rank: int, *, gain: bool, own: bool) -> None:
-        if self._graphs is None or not self._settled:
-            return
-        self._forms.add(_form(gain=gain, own=own))
-        self._ranks.add(self._ops.bucket_of(max_rank))
-        # Each with each: a step of two adapters has the form of one and the ranks of the other.
-        for form, ranks in itertools.product(self._forms, self._ranks):
-            if (form, ranks) not in self._compiled:
-                self._compiled.add((form, ranks))
-                for key in self._graphs.samples(form, ranks, self._context.tables.num_slots):
-                    self._graphs.rehearse(key)
+    def _samples(self, graphs: StepGraphs) -> list[GraphKey]:
+        """Steps that launch everything that any step can."""
+        num_slots, ranks = self._context.tables.num_slots, self._ops.rank_buckets
+        mixes = [(Form.NONE, 0), *itertools.product((Form.BESIDE, Form.IN_PLACE), ranks)]
+        keys = [key for form, bucket in mixes for key in graphs.samples(form, bucket, num_slots)]
+        # The layers are other ones then; their LoRA kernels are those of the form in place.
+        return [*keys, graphs.samples(Form.OWN, ranks[0], num_slots)[0]]
 
     def use_attention(self, backend: AttentionBackend) -> None:
         assert not self._settled, "captured steps hold the addresses of the backend before"

@@ -9,13 +9,10 @@ many with as many as there are slots, row after row another.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import torch
-import triton
 from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
@@ -25,7 +22,13 @@ from loramux.lora.slots import SlotTables
 from loramux.lora.weights import block_bytes, plain_placements
 from loramux.ops.interface import Site, Slice
 from loramux.ops.layout import ALIGN_BYTES
-from loramux.ops.lora_launches import Launch, compile_kernel, run_kernel, side_stream
+from loramux.ops.lora_launches import (
+    Launch,
+    compile_kernel,
+    compiled_at_once,
+    run_kernel,
+    side_stream,
+)
 from loramux.ops.reference import ReferenceOps
 from loramux.ops.tiles import FEW_ADAPTERS, LONG_FROM, FixedTiles, Tiles
 from loramux.ops.triton_lora import TritonOps
@@ -189,11 +192,8 @@ class Timer:
         """Compile them, as many at a time as there are processors."""
         new = [tiles for tiles in candidates if tiles not in self._prepared]
         self._prepared.update(new)
-        with (
-            ThreadPoolExecutor(os.cpu_count()) as pool,
-            # What does not compile fails again when those tiles are measured.
-            triton.AsyncCompileMode(pool, ignore_errors=True),
-        ):
+        # What does not compile fails again when those tiles are measured.
+        with compiled_at_once(ignore_errors=True):
             for tiles in new:
                 self._step.compile(tiles)
 

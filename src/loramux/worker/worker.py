@@ -222,11 +222,6 @@ class Worker:
         """Keep an adapter's weights on the host, ready for a slot."""
         copy = prepared.content
         assert isinstance(copy, HostCopy)
-        self._runner.expect(
-            copy.max_rank,
-            gain=copy.placements.has_gain,
-            own=self._changes_ends(copy) or bool(copy.own),
-        )
         self._host.add(prepared.adapter_id, copy)
 
     def drop(self, adapter_id: AdapterId) -> None:
@@ -299,7 +294,7 @@ class Worker:
         with self._transfers.step(slots):
             return self._runner.run(inputs, sequences, self._last_tokens.token_ids)
 
-    def warm_up(self, progress: Progress = iter) -> Captured:
+    def warm_up(self, progress: Progress) -> Captured:
         """Compile and capture what steps will need; little to do where neither is done."""
         base = self._base
         self._sampler.warm_up(base.vocab_size, base.dtype, base.model.device)
