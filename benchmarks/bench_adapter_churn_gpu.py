@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--lengths", type=int, nargs=2, default=[8, 512], metavar=("LOW", "HIGH"))
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-step-tokens", type=int, default=96)
+    parser.add_argument("--device-cache", metavar="SIZE", help="as in loramux serve")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--out", help="file for the JSON record")
     arguments = parser.parse_args(argv)
@@ -123,7 +124,7 @@ def engine_with(num_slots: int, arguments: argparse.Namespace) -> Parts:
         max_loras=num_slots,
         max_num_seqs=arguments.max_num_seqs,
         max_step_tokens=arguments.max_step_tokens,
-        device_cache=str(num_slots * num_bytes),
+        device_cache=arguments.device_cache,
         host_cache=str(num_adapters * num_bytes),
     )
     add_adapters(parts, [str(index) for index in range(num_adapters)], [arguments.rank])

@@ -35,13 +35,13 @@ class SlowLane:
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """In two pieces; a device does not keep the host's memory alive."""
-        half = len(source) // 2
-        held = weakref.ref(source)
+        half, start = len(source) // 2, source.storage_offset()
+        held = weakref.ref(source if source._base is None else source._base)
 
         def copy_part(part: slice) -> None:
-            source = held()
-            assert source is not None, "host memory was freed before it had been copied"
-            target[part].copy_(source[part])
+            memory = held()
+            assert memory is not None, "host memory was freed before it had been copied"
+            target[part].copy_(memory[start : start + len(target)][part])
 
         self.ask(lambda: copy_part(slice(half)))
         self.ask(lambda: copy_part(slice(half, None)))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import statistics
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,30 @@ def test_a_load_elsewhere_runs_beside_a_running_step() -> None:
     machine.stream.synchronize()
     assert not torch.cuda.current_stream().query(), "the load has waited for the step"
     assert values(found) == [1.0, 1.0]
+
+
+def test_a_large_load_holds_up_no_step() -> None:
+    """Neither the steps beside it, nor what they themselves copy from the host."""
+    machine, large = Machine(9), pinned(2.0, 8 * SIZE)  # half a gigabyte
+    machine.load(0, pinned(1.0))
+    small = torch.ones(4096).pin_memory()
+    place = torch.zeros_like(small, device="cuda")
+    ends: list[torch.cuda.Event] = []
+    for step in range(40):
+        if step == 10:
+            machine.load(1, large)
+        with machine.transfers.step([Slot(0)]):
+            place.copy_(small, non_blocking=True)
+            torch.cuda._sleep(10_000_000)  # some 5 ms
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+        if step:
+            ends[-2].synchronize()
+    torch.cuda.synchronize()
+    assert machine.transfers.has_arrived(Slot(1))
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(ends)]
+    assert max(times) < 1.3 * statistics.median(times)
+    assert values(machine.launch(1)) == [2.0, 2.0]
 
 
 def test_blocks_move_between_a_running_step_and_the_next() -> None:

@@ -124,6 +124,8 @@ class SmallEngine:
         host_bytes: int | None = None,
         prefix_cache: bool = True,
         weights: AdapterWeights | str | None = None,
+        max_load_bytes: int = 10**6,
+        load_steps: int = 0,
     ) -> None:
         self.pending: list[Origin] = []
         """Adapters that the core has asked for."""
@@ -140,6 +142,7 @@ class SmallEngine:
             adapter_bytes=adapter_bytes,
             vocab_sizes=vocab_sizes,
             runs_ahead=runs_ahead,
+            load_steps=load_steps,
         )
         self.catalog = Catalog("base")
         self.languages = Languages(Language(FakeCodec(), frozenset(eos)), self.read_language)
@@ -147,7 +150,7 @@ class SmallEngine:
             self.worker,
             self.languages,
             self.catalog,
-            limits=Limits(max_num_seqs, max_step_tokens, block_size),
+            limits=Limits(max_num_seqs, max_step_tokens, block_size, max_load_bytes),
             num_blocks=num_blocks,
             num_slots=num_slots,
             arena_bytes=arena_bytes,

@@ -86,6 +86,8 @@ class EngineWalk(RuleBasedStateMachine):
         host_bytes=st.sampled_from((10**6, 100, 130)),
         prefix_cache=st.sampled_from((True, True, False)),
         weights=st.sampled_from((None, "*=1", "a=4,base=0.5")),
+        max_load_bytes=st.sampled_from((100, 50, 25)),
+        load_steps=st.sampled_from((0, 1, 4)),
     )
     def start(
         self,
@@ -97,6 +99,8 @@ class EngineWalk(RuleBasedStateMachine):
         host_bytes: int,
         prefix_cache: bool,
         weights: str | None,
+        max_load_bytes: int,
+        load_steps: int,
     ) -> None:
         self.num_slots = num_slots
         self.max_wait = max_wait
@@ -115,6 +119,8 @@ class EngineWalk(RuleBasedStateMachine):
             host_bytes=host_bytes,
             prefix_cache=prefix_cache,
             weights=weights,
+            max_load_bytes=max_load_bytes,
+            load_steps=load_steps,
         )
         for name in NAMES[:3]:
             self.engine.load(name, f"s{NAMES.index(name)}")

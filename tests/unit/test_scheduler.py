@@ -36,6 +36,8 @@ class Bench:
         weights: str | None = None,
     ) -> None:
         self.now = 0.0
+        self.under_way: set[Slot] = set()
+        """Slots that the device has not brought an adapter to yet."""
         self.blocks = BlockAllocator(num_blocks)
         self.residency = Residency(num_slots, 100, host_bytes=1000)
         for name in adapters:
@@ -50,6 +52,7 @@ class Bench:
             self.residency,
             drains=Drains(max_wait, lambda: self.now),
             shares=self.shares,
+            has_arrived=lambda slot: slot not in self.under_way,
             clock=lambda: self.now,
         )
         self.count = 0
@@ -547,9 +550,9 @@ def test_a_sequence_that_starts_again_has_waited_once() -> None:
 # Bounded copies in a step ------------------------------------------------------------------------
 
 
-def arriving(sizes: dict[str, int], *, running: bool) -> Bench:
+def coming(sizes: dict[str, int], *, running: bool, num_slots: int = 4) -> Bench:
     """Adapters of these sizes are asked for in the same moment, two bytes a step beside others."""
-    bench = Bench(num_slots=4, max_num_seqs=8, num_blocks=64, max_load_bytes=2, adapters="")
+    bench = Bench(num_slots=num_slots, max_num_seqs=8, num_blocks=64, max_load_bytes=2, adapters="")
     if running:
         bench.add(4, room=40)
         bench.step()
@@ -564,32 +567,102 @@ def loaded(bench: Bench) -> list[str]:
     return [o.adapter_id for o in bench.last.plan.slot_orders if isinstance(o, SlotLoad)]
 
 
+def send(bench: Bench, *names: str) -> dict[str, int]:
+    """A step that brings in these adapters, which do not arrive before ``arrive``."""
+    found = bench.step()
+    loads = [o for o in bench.last.plan.slot_orders if isinstance(o, SlotLoad)]
+    assert [load.adapter_id for load in loads] == list(names)
+    bench.under_way |= {load.slot for load in loads}
+    return found
+
+
+def arrive(bench: Bench, name: str) -> None:
+    bench.under_way.remove(bench.residency.slot_of(AdapterId(name)))
+
+
 def test_while_others_run_a_step_brings_in_few_adapters() -> None:
-    bench = arriving({"a": 1, "b": 1, "c": 1}, running=True)
+    bench = coming({"a": 1, "b": 1, "c": 1}, running=True)
     assert loaded(bench) == ["a", "b"]
     assert loaded(bench) == ["c"]
 
 
 def test_a_step_brings_in_an_adapter_of_any_size() -> None:
-    bench = arriving({"a": 40, "b": 30}, running=True)
+    bench = coming({"a": 40, "b": 30}, running=True)
     assert loaded(bench) == ["a"]
     assert loaded(bench) == ["b"]
 
 
 def test_a_small_adapter_does_not_overtake_a_large_one() -> None:
-    bench = arriving({"a": 1, "large": 40, "b": 1}, running=True)
+    bench = coming({"a": 1, "large": 40, "b": 1}, running=True)
     assert [loaded(bench) for _ in range(3)] == [["a"], ["large"], ["b"]]
 
 
 def test_where_nobody_runs_all_come_in_at_once() -> None:
-    assert loaded(arriving({"a": 40, "b": 30, "c": 1}, running=False)) == ["a", "b", "c"]
+    bench = coming({"a": 40, "b": 30, "c": 1}, running=False)
+    assert loaded(bench) == ["a", "b", "c"]
+    assert counts(bench.last) == {"r0": 2, "r1": 2, "r2": 2}
 
 
 def test_who_needs_no_copy_is_not_held_up_by_those_who_do() -> None:
-    bench = arriving({"a": 40, "b": 30}, running=True)
+    bench = coming({"a": 2, "b": 30}, running=True)
     bench.add(2, "a", room=40)
     bench.add(2)
     assert bench.step() == {"r0": 1, "r1": 2, "r3": 2, "r4": 2}
+
+
+def test_no_step_waits_for_a_large_adapter_whose_requests_start_when_it_is_there() -> None:
+    bench = coming({"large": 40}, running=True)
+    assert send(bench, "large") == {"r0": 1}
+    assert [bench.step() for _ in range(3)] == [{"r0": 1}] * 3
+    arrive(bench, "large")
+    assert bench.step() == {"r0": 1, "r1": 2}
+    assert bench.last.plan.slot_orders == ()
+
+
+def test_a_small_adapter_behind_a_large_one_does_not_wait_in_a_step() -> None:
+    """Copies follow each other on the way to the device."""
+    bench = coming({"large": 40, "a": 1}, running=True)
+    assert send(bench, "large") == {"r0": 1}
+    assert send(bench, "a") == {"r0": 1}
+    arrive(bench, "large")
+    assert bench.step() == {"r0": 1, "r1": 2}
+    arrive(bench, "a")
+    assert bench.step() == {"r0": 1, "r1": 1, "r2": 2}
+
+
+def test_where_nobody_is_left_to_be_held_up_a_step_waits_for_a_large_adapter() -> None:
+    bench = coming({"large": 40}, running=True)
+    send(bench, "large")
+    bench.remove(bench.last.requests[0])
+    assert bench.step() == {"r1": 2}
+
+
+def test_an_adapter_on_its_way_keeps_its_slot() -> None:
+    bench = coming({"large": 40, "other": 40}, running=True, num_slots=1)
+    send(bench, "large")
+    assert [loaded(bench) for _ in range(2)] == [[], []]
+    arrive(bench, "large")
+    assert bench.step() == {"r0": 1, "r1": 2}
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_an_adapter_that_nobody_waits_for_any_more_gives_its_slot_up_when_it_has_arrived(
+    forgotten: bool,
+) -> None:
+    bench = coming({"large": 40}, running=True)
+    send(bench, "large")
+    bench.remove(next(r for r in bench.scheduler.requests() if r.adapter_id == "large"))
+    bench.step()
+    if forgotten:
+        bench.residency.forget(AdapterId("large"))
+        bench.under_way.clear()
+    else:
+        arrive(bench, "large")
+    for name in "abcd":
+        add_with_copy(bench.residency, name, 1)
+        bench.add(2, name, room=40)
+    bench.step()
+    assert len(bench.step()) == 5, "all four slots are to be had"
 
 
 # Bounded waiting for a slot ----------------------------------------------------------------------

@@ -87,6 +87,7 @@ class EngineCore:
             drains=Drains(adapter_max_wait, clock),
             shares=None if weights is None else FairShares(weights, catalog.has),
             forbidden_tokens=self._forbidden_tokens,
+            has_arrived=worker.has_arrived,
             clock=clock,
         )
         self._watch = PoolWatch(self._residency, slot_bytes=slot_bytes, clock=clock)

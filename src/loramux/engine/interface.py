@@ -10,7 +10,15 @@ from loramux.adapters.spec import PreparedAdapter
 from loramux.guide import Grammar, Guide
 from loramux.plan import SlotOrder, StepPlan, StepResult
 from loramux.stats import EngineStats
-from loramux.types import AdapterId, AdapterInfo, Delta, EngineRequest, RequestId, SourceRules
+from loramux.types import (
+    AdapterId,
+    AdapterInfo,
+    Delta,
+    EngineRequest,
+    RequestId,
+    Slot,
+    SourceRules,
+)
 
 
 class LaunchedStep(Protocol):
@@ -56,6 +64,10 @@ class Worker(Protocol):
 
     def apply(self, orders: Sequence[SlotOrder]) -> None:
         """Carry out slot orders outside a step."""
+        ...
+
+    def has_arrived(self, slot: Slot) -> bool:
+        """Whether a slot's weights are there, so that a step with them would not wait."""
         ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep:

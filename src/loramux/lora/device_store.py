@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,13 +76,19 @@ class DeviceStore:
         assert end <= self.arena.numel()
 
     def _find_room(self, length: int) -> int | None:
-        """Start of the first gap that is long enough."""
+        """Start of room for a block: such that no step reads, so that its copy need not wait; else
+        the first that is long enough."""
+        gaps = [(start, end) for start, end in self._gaps() if end - start >= length]
+        unread = (self._transfers.unread(start, end, length) for start, end in gaps)
+        first = gaps[0][0] if gaps else None
+        return next((start for start in unread if start is not None), first)
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
         cursor = 0
         for extent in self._in_order():
-            if extent.start - cursor >= length:
-                return cursor
+            yield cursor, extent.start
             cursor = extent.start + extent.length
-        return cursor if self.arena.numel() - cursor >= length else None
+        yield cursor, self.arena.numel()
 
     def _compact(self) -> list[Slot]:
         """Move every block as far to the front as it goes."""

@@ -11,7 +11,23 @@ from torch import Tensor
 
 from loramux.lora.host_memory import HostBlock
 from loramux.lora.lanes import Lane, Mark
+from loramux.plan import LOAD_BYTES
 from loramux.types import Slot
+
+_MOST_PARTS = 8
+"""That a large block is copied in with one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """A block that is not all asked for yet."""
+
+    slot: Slot
+    source: HostBlock
+    parts: deque[tuple[Tensor, Tensor]]
+    """Where each goes, and what."""
+    waits: list[Mark]
+    """Ends of the steps that read what it overwrites."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +51,23 @@ class Transfers:
 
     A step waits for the copies of its own slots, no others; a copy waits for the last step that
     may read what it overwrites. Only to move blocks, which is rare, all waits for all.
+
+    A device's copies from the host follow each other in one queue, whatever their streams: what a
+    step itself needs would stand behind a large block. So such a block is asked for in portions,
+    one behind each step, until a step needs its slot. A portion is as large as was over in time
+    before, when the next step was launched, and a little larger.
     """
 
-    def __init__(self, steps: Lane, copies: Lane) -> None:
+    def __init__(self, steps: Lane, copies: Lane, load_bytes: int = LOAD_BYTES) -> None:
+        """``load_bytes``: the most that is copied with one step that does not wait for it."""
         self._steps = steps
         self._copies = copies
+        self._load_bytes = load_bytes
+        self._part_bytes = load_bytes // _MOST_PARTS
+        self._num_parts = 1
+        """Of a portion."""
+        self._portion_end: Mark | None = None
+        self._to_come: deque[_Load] = deque()
         self._under_way: deque[_Copy] = deque()
         self._arriving: dict[Slot, Mark] = {}
         """By slot, the end of a copy that no step has waited for yet."""
@@ -51,31 +79,49 @@ class Transfers:
     def step(self, slots: Collection[Slot]) -> Iterator[None]:
         """The step that is launched inside reads these slots."""
         self._forget_what_is_over()
+        self._set_pace()
+        while any(load.slot in slots for load in self._to_come):
+            self._ask_for_first()
         for slot in slots:
             arriving = self._arriving.pop(slot, None)
             if arriving is not None:
                 self._steps.wait_for(arriving)
         yield
+        self._ask_for_portion()
         if slots:
             end = self._steps.mark()
             self._last_read.update(dict.fromkeys(slots, end))
+
+    def has_arrived(self, slot: Slot) -> bool:
+        """Whether a step with a slot would not have to wait."""
+        if any(load.slot == slot for load in self._to_come):
+            return False
+        end = self._arriving.get(slot)
+        return end is None or end.query()
+
+    def unread(self, start: int, end: int, length: int) -> int | None:
+        """Where in free elements ``start … end - 1`` so many begin that no launched step reads."""
+        self._forget_what_is_over()
+        for left in sorted(self._left, key=lambda left: left.start):
+            if left.start < start + length and start < left.end:
+                start = left.end
+        return start if start + length <= end else None
 
     def load(self, slot: Slot, arena: Tensor, start: int, block: HostBlock) -> None:
         """Start to copy a slot's block to elements ``start …`` of the arena."""
         end = start + block.num_elements
         self._forget_what_is_over()
-        for left in self._left:
-            if left.start < end and start < left.end:
-                self._copies.wait_for(left.last_read)
-        for piece in block.pieces:
-            self._copies.copy(arena[start : start + piece.numel()], piece)
-            start += piece.numel()
-        copy = _Copy(block, self._copies.mark())
-        self._under_way.append(copy)
-        self._arriving[slot] = copy.end
+        waits = [left.last_read for left in self._left if left.start < end and start < left.end]
+        parts = self._parts(arena[start:end], block)
+        self._to_come.append(_Load(slot, block, parts, waits))
+        if len(self._to_come) == 1 and block.num_bytes <= self._load_bytes:
+            self._ask_for_first()
 
     def leave(self, slot: Slot, start: int, length: int) -> None:
         """A slot's block is given up, which a launched step may still read."""
+        for load in [load for load in self._to_come if load.slot == slot]:
+            self._to_come.remove(load)
+            self._under_way.append(_Copy(load.source, self._copies.mark()))
         self._arriving.pop(slot, None)
         last_read = self._last_read.pop(slot, None)
         if last_read is not None:
@@ -84,12 +130,58 @@ class Transfers:
     @contextmanager
     def moves(self) -> Iterator[Lane]:
         """The lane on which blocks may be moved: after all that runs, before all that comes."""
+        while self._to_come:
+            self._ask_for_first()
         if self._under_way:  # also those whose slot has been cleared: they still write
             self._steps.wait_for(self._under_way[-1].end)
         yield self._steps
         self._copies.wait_for(self._steps.mark())
         self._last_read.clear()
         self._left.clear()
+
+    def _parts(self, target: Tensor, block: HostBlock) -> deque[tuple[Tensor, Tensor]]:
+        """A block cut into what is copied at a time."""
+        length = max(1, self._part_bytes // target.element_size())
+        sources = [part for piece in block.pieces for part in piece.split(length)]
+        targets = target.split([part.numel() for part in sources])
+        return deque(zip(targets, sources, strict=True))
+
+    def _set_pace(self) -> None:
+        """Now what the next step needs from the host would stand behind the last portion."""
+        if self._portion_end is None:
+            return
+        in_time = self._portion_end.query()
+        wanted = self._num_parts + 1 if in_time else self._num_parts // 2
+        self._num_parts = min(max(wanted, 1), _MOST_PARTS)
+        self._portion_end = None
+
+    def _ask_for_portion(self) -> None:
+        num_bytes = self._num_parts * self._part_bytes
+        while self._to_come and num_bytes > 0:
+            num_bytes -= self._ask_for(self._to_come[0], num_bytes)
+            self._portion_end = self._copies.mark()
+
+    def _ask_for_first(self) -> None:
+        """Ask for all of the first load that is to come."""
+        self._ask_for(self._to_come[0], self._to_come[0].source.num_bytes)
+
+    def _ask_for(self, load: _Load, num_bytes: int) -> int:
+        """Ask for parts of the first load, until these have so many bytes or it has no more; how
+        many they have."""
+        for mark in load.waits:
+            self._copies.wait_for(mark)
+        load.waits.clear()
+        asked = 0
+        while load.parts and asked < num_bytes:
+            target, source = load.parts.popleft()
+            self._copies.copy(target, source)
+            asked += source.nbytes
+        if not load.parts:
+            self._to_come.popleft()
+            copy = _Copy(load.source, self._copies.mark())
+            self._under_way.append(copy)
+            self._arriving[load.slot] = copy.end
+        return asked
 
     def _forget_what_is_over(self) -> None:
         while self._under_way and self._under_way[0].end.query():

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from loramux.adapters.residency import Residency
-from loramux.plan import PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPlan
+from loramux.plan import LOAD_BYTES, PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPlan
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.fair_shares import FairShares
-from loramux.scheduling.load_budget import MAX_STEP_LOAD_BYTES, LoadBudget
+from loramux.scheduling.load_budget import LoadBudget
 from loramux.scheduling.request import Request, Turn
 from loramux.scheduling.sequence_blocks import SequenceBlocks
 from loramux.scheduling.slot_use import SlotUse
 from loramux.scheduling.tally import Tally
-from loramux.types import AdapterId, PoolingParams, RequestId, Waited
+from loramux.types import AdapterId, PoolingParams, RequestId, Slot, Waited
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Limits:
     max_num_seqs: int
     max_step_tokens: int
     block_size: int
-    max_load_bytes: int = MAX_STEP_LOAD_BYTES
+    max_load_bytes: int = LOAD_BYTES
     """Of adapters that come into slots while others run (``LoadBudget``)."""
 
 
@@ -55,7 +55,8 @@ class Scheduler:
     more urgent ones. A request that waits preempts nobody, however urgent it is.
 
     A request whose adapter has no slot is passed by others, for a bounded time (``Drains``). Where
-    many adapters come at once, they come one or a few a step (``LoadBudget``).
+    many adapters come at once, they come one or a few a step, and a large one ahead of its
+    requests, which start when it is there (``LoadBudget``).
 
     A step may be scheduled while the one before it runs. Its sequences then go on with a token that
     is not known yet (``PENDING_TOKEN``), and those that this token ends for lack of room take no
@@ -74,13 +75,15 @@ class Scheduler:
         drains: Drains,
         shares: FairShares | None = None,
         forbidden_tokens: Callable[[Request], tuple[int, ...]] = lambda request: (),
+        has_arrived: Callable[[Slot], bool] = lambda slot: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``forbidden_tokens``: those that a request with ``min_tokens`` may not choose next."""
+        """``forbidden_tokens``: those that a request with ``min_tokens`` may not choose next;
+        ``has_arrived``: whether what was last ordered into a slot is there."""
         assert limits.max_num_seqs <= limits.max_step_tokens, "each sequence needs a token a step"
         self._limits = limits
         self._blocks = SequenceBlocks(blocks, limits.block_size)
-        self._slots = SlotUse(residency, drains)
+        self._slots = SlotUse(residency, drains, has_arrived)
         self._shares = shares
         self._forbidden_tokens = forbidden_tokens
         self._clock = clock
@@ -205,6 +208,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step, or None when nobody can take part in one. It must be launched."""
         self._retire()
+        self._slots.note_arrivals()
         self._preempt_drained()
         budget = self._limits.max_step_tokens - len(self._running)
         chosen: list[tuple[Request, int]] = []
@@ -329,7 +333,11 @@ class Scheduler:
     ) -> None:
         """Start waiting requests in order; one whose adapter has no slot is passed by others."""
         without_slot: set[AdapterId | None] = set()
-        loads = LoadBudget(self._limits.max_load_bytes, anyone_waits=bool(self._running))
+        loads = LoadBudget(
+            self._limits.max_load_bytes,
+            anyone_waits=bool(self._running),
+            any_under_way=self._slots.any_arriving,
+        )
         now = self._clock()
         for request in list(self._waiting):
             if not budget or len(self._running) >= self._limits.max_num_seqs:
@@ -354,7 +362,9 @@ class Scheduler:
             # starts and is preempted in the middle of its prompt has wasted the work.
             if not self._blocks.has_room(request, found):
                 return
-            if not self._slots.may_load(request.adapter_id, loads):
+            ahead = self._slots.bring_ahead(request.adapter_id, loads)
+            if ahead is not None:
+                orders.extend(ahead)
                 without_slot.add(request.adapter_id)
                 request.note_without_slot(now)
                 continue

@@ -15,13 +15,19 @@ from loramux.types import AdapterId, Slot
 class SlotUse:
     """Counts the running sequences of each adapter, which keeps its slot while it has any.
 
-    The base, None wherever an adapter may be named, needs no slot of these.
+    A large adapter is brought into its slot ahead of its sequences, and keeps it until it has
+    arrived. The base, None wherever an adapter may be named, needs no slot of these.
     """
 
-    def __init__(self, residency: Residency, drains: Drains) -> None:
+    def __init__(
+        self, residency: Residency, drains: Drains, has_arrived: Callable[[Slot], bool]
+    ) -> None:
+        """``has_arrived``: whether what was last ordered into a slot is there."""
         self._residency = residency
         self._drains = drains
+        self._has_arrived = has_arrived
         self._running: Counter[AdapterId] = Counter()
+        self._arriving: set[AdapterId] = set()
 
     @property
     def num_drains(self) -> int:
@@ -53,7 +59,7 @@ class SlotUse:
         """Whose copies must stay for what an adapter needs: of those that run, and of those that
         wait, unless it has waited too long itself and for longer."""
         pushed = {a for a in waiting if self._drains.may_push_aside(adapter_id, a)}
-        return (set(waiting) - pushed) | self._running.keys()
+        return (set(waiting) - pushed) | self._in_use()
 
     def can_have(self, adapter_id: AdapterId | None, priority: int) -> bool:
         """Whether a sequence of an adapter may start now, as far as its slot is concerned."""
@@ -66,21 +72,44 @@ class SlotUse:
                 return False
         elif self._drains.is_draining(adapter_id, priority):
             return False
-        return self._residency.can_place(adapter_id, self._running.keys())
+        return self._residency.can_place(adapter_id, self._in_use())
 
-    def may_load(self, adapter_id: AdapterId | None, loads: LoadBudget) -> bool:
-        """Whether an adapter has a slot, or the step's budget lets it come into one."""
-        if adapter_id is None or self._residency.find_slot(adapter_id) is not None:
-            return True
-        return loads.take(self._residency.bytes_of(adapter_id))
+    @property
+    def any_arriving(self) -> bool:
+        return bool(self._arriving)
+
+    def note_arrivals(self) -> None:
+        """Adapters that have arrived may start, and lose their slots to others again."""
+        slots = {a: self._residency.find_slot(a) for a in self._arriving}
+        self._arriving = {
+            adapter_id
+            for adapter_id, slot in slots.items()
+            if slot is not None and not self._has_arrived(slot)
+        }
+
+    def bring_ahead(
+        self, adapter_id: AdapterId | None, loads: LoadBudget
+    ) -> tuple[SlotOrder, ...] | None:
+        """Orders, mostly none, that bring an adapter that can have a slot there ahead of its
+        sequences, which start later; None where they may start with this step."""
+        if adapter_id is None:
+            return None
+        if self._residency.find_slot(adapter_id) is not None:
+            return () if adapter_id in self._arriving and loads.is_bounded else None
+        if not loads.take(self._residency.bytes_of(adapter_id)):
+            return ()
+        if not loads.takes_long:
+            return None
+        orders = self._place(adapter_id)
+        self._arriving.add(adapter_id)
+        return orders
 
     def take(self, adapter_id: AdapterId | None, priority: int) -> tuple[SlotOrder, ...]:
         """A sequence of an adapter that can have a slot starts; what brings the adapter there."""
         if adapter_id is None:
             return ()
-        orders = self._residency.place(adapter_id, in_use=self._running.keys())
-        assert orders is not None, "the slot was there a moment ago"
-        self._drains.note_no_wait(adapter_id)
+        orders = self._place(adapter_id)
+        self._arriving.discard(adapter_id)
         self._drains.note_start(adapter_id, priority)
         self._running[adapter_id] += 1
         return orders
@@ -113,8 +142,8 @@ class SlotUse:
             self._drains.note_wait(
                 adapter_id,
                 priority,
-                running=self._running,
-                never={*self._residency.pinned, *in_use_before(priority)},
+                running=self._running + Counter(self._arriving),
+                never={*self._residency.pinned, *in_use_before(priority), *self._arriving},
                 can_place=self._residency.can_place,
             )
 
@@ -140,9 +169,20 @@ class SlotUse:
         self._residency.check()
         assert running == self._running
         assert len(running) <= self._residency.num_slots
+        assert not self._arriving & running.keys(), "who runs has arrived"
         for adapter_id in running:
             self._residency.slot_of(adapter_id)
         self._drains.check(waiting, in_use_before)
+
+    def _in_use(self) -> set[AdapterId]:
+        """Adapters that keep their slots."""
+        return self._running.keys() | self._arriving
+
+    def _place(self, adapter_id: AdapterId) -> tuple[SlotOrder, ...]:
+        orders = self._residency.place(adapter_id, in_use=self._in_use())
+        assert orders is not None, "the slot was there a moment ago"
+        self._drains.note_no_wait(adapter_id)
+        return orders
 
     def _is_only_fetched(
         self, adapter_id: AdapterId, waiting: Callable[[], Collection[AdapterId]]

@@ -111,7 +111,8 @@ class FakeWorker:
     errors. The sizes are those of the engine under test.
 
     A step is computed when it is launched, which is what a device that runs its steps in order
-    comes to; ``result`` only hands it out. With ``runs_ahead`` two steps may be outstanding.
+    comes to; ``result`` only hands it out. With ``runs_ahead`` two steps may be outstanding. A load
+    is said to arrive after the launch of so many steps as ``load_steps``, its own among them.
 
     An adapter's id is its directory's name, which need not exist; its size is looked up in
     ``adapter_bytes`` and 1 otherwise; those in ``vocab_sizes`` have more tokens than the base; the
@@ -132,6 +133,7 @@ class FakeWorker:
         adapter_bytes: Mapping[str, int] | None = None,
         vocab_sizes: Mapping[str, int] | None = None,
         runs_ahead: bool = False,
+        load_steps: int = 0,
     ) -> None:
         self._num_slots = num_slots
         self._num_blocks = num_blocks
@@ -141,6 +143,8 @@ class FakeWorker:
         self._max_step_tokens = max_step_tokens
         self._adapter_bytes = dict(adapter_bytes or {})
         self._vocab_sizes = dict(vocab_sizes or {})
+        self._load_steps = load_steps
+        self._loaded_at: dict[Slot, int] = {}
         self._outstanding: deque[FakeLaunchedStep] = deque()
         self._last_tokens: dict[RequestId, int] = {}
         self._cells: dict[tuple[int, int], _Cell] = {}
@@ -182,6 +186,9 @@ class FakeWorker:
                 assert order.slot in self.slots, "a slot is cleared that holds nothing"
                 del self.slots[order.slot]
 
+    def has_arrived(self, slot: Slot) -> bool:
+        return self._step >= self._loaded_at[slot] + self._load_steps
+
     def launch(self, plan: StepPlan) -> FakeLaunchedStep:
         most = 1 if self.runs_ahead else 0
         assert self.num_outstanding <= most, "too many steps are launched at once"
@@ -221,6 +228,7 @@ class FakeWorker:
         assert order.generation > self._generation, "a generation comes twice"
         self._generation = order.generation
         self.slots[order.slot] = order.adapter_id
+        self._loaded_at[order.slot] = self._step
         used = sum(self.installed[adapter_id].num_bytes for adapter_id in self.slots.values())
         assert used <= self._arena_bytes, "more bytes than the arena has"
 

@@ -246,6 +246,10 @@ class Worker:
                     self._tell_place(slot)
         self._tables.flush()
 
+    def has_arrived(self, slot: Slot) -> bool:
+        """Whether a slot's weights are there, so that a step with them would not wait."""
+        return self._transfers.has_arrived(slot)
+
     def _tell_place(self, slot: Slot) -> None:
         """Write down where a slot's block stands now."""
         copy = self._host[self._contents[slot]]
