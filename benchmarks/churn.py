@@ -113,7 +113,7 @@ class Meter:
         self._parts = parts
         self._steps: list[_Step] = []
         self._orders: list[float] = []
-        self.num_fetches = 0
+        self.num_fetches = self.num_idle = 0
         self._watch_steps()
         self._watch_orders()
         self._watch_fetches()
@@ -121,9 +121,14 @@ class Meter:
     def clear(self) -> None:
         self._steps.clear()
         self._orders.clear()
-        self.num_fetches = 0
+        self.num_fetches = self.num_idle = 0
 
     def figures(self) -> Figures:
+        """Of the steps that began beside running sequences, which a slow one would hold up.
+
+        The first step of an idle engine is that of whoever has just come: where the engine runs
+        ahead, it launches two steps and waits for the first.
+        """
         every = [step.seconds for step in self._steps]
         decoding = [step.seconds for step in self._steps if not step.num_prompt_tokens]
         # Where the engine runs ahead, what a step brings in may hold up the next one to end.
@@ -135,6 +140,7 @@ class Meter:
         bound = _BOUND * float(np.median(every))
         return {
             "steps": len(every),
+            "first steps of an idle engine": self.num_idle,
             "rows a step": sum(step.num_output_tokens for step in self._steps) / len(every),
             **_spread("step", every),
             **_spread("step without a prompt", decoding),
@@ -153,7 +159,9 @@ class Meter:
             before, began = core.stats(), time.perf_counter()
             deltas = step()
             seconds, after = time.perf_counter() - began, core.stats()
-            if after.num_steps > before.num_steps:
+            if after.num_steps > before.num_steps and not before.num_running:
+                self.num_idle += 1
+            elif after.num_steps > before.num_steps:
                 self._steps.append(
                     _Step(
                         seconds,
