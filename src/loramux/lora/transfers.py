@@ -14,8 +14,8 @@ from loramux.lora.lanes import Lane, Mark
 from loramux.plan import LOAD_BYTES
 from loramux.types import Slot
 
-_MOST_PARTS = 8
-"""That a large block is copied in with one step."""
+_FIRST_PARTS, _MOST_PARTS = 4, 8
+"""Of a large block, copied with one step: in the first portion that there is, and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Transfers:
         self._copies = copies
         self._load_bytes = load_bytes
         self._part_bytes = load_bytes // _MOST_PARTS
-        self._num_parts = 1
+        self._num_parts = _FIRST_PARTS
         """Of a portion."""
         self._portion_end: Mark | None = None
         self._to_come: deque[_Load] = deque()

@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from loramux.adapters.residency import Residency
-from loramux.plan import LOAD_BYTES, PENDING_TOKEN, Sample, SequenceStep, SlotOrder, StepPlan
+from loramux.plan import LOAD_BYTES, SequenceStep, SlotOrder, StepPlan
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.fair_shares import FairShares
 from loramux.scheduling.load_budget import LoadBudget
 from loramux.scheduling.request import Request, Turn
 from loramux.scheduling.sequence_blocks import SequenceBlocks
+from loramux.scheduling.sequence_steps import sequence_step
 from loramux.scheduling.slot_use import SlotUse
 from loramux.scheduling.tally import Tally
-from loramux.types import AdapterId, PoolingParams, RequestId, Slot, Waited
+from loramux.types import AdapterId, RequestId, Slot, Waited
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Scheduler:
             # a row stands in a matrix product can change its last bits, and whether its neighbours
             # have adapters must not change that.
             chosen.sort(key=lambda item: self._slots.slot_of(item[0].adapter_id))
-        plan = StepPlan(tuple(orders), tuple(self._sequence_step(r, n) for r, n in chosen))
+        plan = StepPlan(tuple(orders), tuple(self._part_of(r, n) for r, n in chosen))
         for request, count in chosen:
             request.num_computed += count
             # What comes out of its last token is on its way.
@@ -382,6 +383,10 @@ class Scheduler:
             chosen.append((request, count))
             budget -= count
 
+    def _part_of(self, request: Request, count: int) -> SequenceStep:
+        slot = self._slots.slot_of(request.adapter_id)
+        return sequence_step(request, count, slot, self._forbidden_tokens)
+
     def _note_first_start(self, request: Request, now: float) -> None:
         since = request.without_slot_since
         without_slot = 0.0 if since is None else now - since
@@ -391,45 +396,6 @@ class Scheduler:
             self._shares.note_start(request.request_id)
         if request.adapter_id is not None:
             self.slot_waits.observe(without_slot)
-
-    def _sequence_step(self, request: Request, count: int) -> SequenceStep:
-        start, num_tokens = request.num_computed, request.num_tokens
-        end = start + count
-        token_ids = request.tokens[start:end]
-        if request.num_in_flight:
-            assert not token_ids, "a token that is known stands before one that is not computed"
-            token_ids = [PENDING_TOKEN]
-        params, sample, hidden = request.params, None, None
-        if isinstance(params, PoolingParams):
-            if params.pooling == "mean":
-                hidden = "sum"
-            elif end == num_tokens:
-                hidden = "last"
-        elif end == num_tokens:
-            sample = Sample(
-                params=params,
-                seed=request.seed,
-                tokens=request.tokens,
-                num_prompt_tokens=request.num_prompt_tokens,
-                position=num_tokens - request.num_prompt_tokens,
-                forbidden=self._forbidden_tokens(request) if params.min_tokens else (),
-                allowed=None if request.matcher is None else request.matcher.allowed,
-            )
-        prompt_top = None
-        if not isinstance(params, PoolingParams) and request.wants_prompt_logprobs:
-            prompt_top = params.prompt_logprobs
-        return SequenceStep(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            start=start,
-            block_table=request.blocks[:],
-            slot=self._slots.slot_of(request.adapter_id),
-            sample=sample,
-            prompt_logprobs=prompt_top,
-            # There is no output yet while some of these are missing.
-            next_prompt_tokens=() if prompt_top is None else request.tokens[start + 1 : end + 1],
-            hidden=hidden,
-        )
 
 
 def _turn(request: Request) -> Turn:
