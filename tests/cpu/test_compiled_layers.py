@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from loramux.lora.segments import padded_rows
+from loramux.model.stack import alike_left_out
 from loramux.ops.attention import Attend, AttentionLayer, AttentionSequence, StepKind
 from loramux.ops.opaque import attend, register_attention
 from loramux.ops.torch_attention import TorchAttention
@@ -182,6 +183,25 @@ def test_layers_and_batch_sizes_share_a_compilation_of_each_form(
         model.run(*(part(PROMPT, slot, blocks=[i]) for i, slot in enumerate(slots)))
     # Layers in each form (base, beside, in place), the last norm, the rotary embedding.
     assert compiler.frame_count == 3 + 2
+
+
+def test_what_the_first_of_alike_runs_compiles_is_all_that_the_others_need(
+    tmp_path: Path, compiler: CompileCounter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.cpu.served.tiny_model", lambda: tiny_model(num_layers=9))
+    model = served(tmp_path, compiler)
+    companies = ([BASE], [BASE, 0], [1, 2])
+    with alike_left_out(model.base.model, [(0, 1, 2), (3, 4, 5), (6, 7, 8)]):
+        for slots in companies:
+            model.run(*(part(PROMPT, slot, blocks=[i]) for i, slot in enumerate(slots)))
+    before = compiler.frame_count
+    assert before == 3 + 2
+    for slots in companies:
+        rows = model.run(*(part(PROMPT, slot, blocks=[i]) for i, slot in enumerate(slots)))
+        for slot, got in zip(slots, rows, strict=True):
+            wanted = model.expected(None if slot == BASE else ADAPTERS[slot], PROMPT)
+            assert got == pytest.approx(wanted, abs=1e-4)
+    assert compiler.frame_count == before
 
 
 @pytest.mark.parametrize("rows", [4, 8, 32, 56], ids=["heads", "head", "hidden", "intermediate"])

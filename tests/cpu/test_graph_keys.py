@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -121,6 +121,7 @@ def test_what_any_adapter_needs_is_compiled_at_start(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runner, "_graphs", graphs)
+    monkeypatch.setattr(module, "alike_left_out", lambda model, runs: nullcontext())
 
     runner.warm_up(lambda what, keys: keys)
 

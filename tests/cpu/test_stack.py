@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from loramux.model.stack import decoder_layers, join_runs, recorded_calls, runs_of
+from loramux.model.stack import (
+    alike_left_out,
+    decoder_layers,
+    join_runs,
+    recorded_calls,
+    runs_of,
+)
 from loramux.testing import tiny_model
 
 
 class Layer(nn.Module):
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, width: int = 2) -> None:
         super().__init__()
-        self.number = number
+        self.layer_idx = number
+        self.weight = nn.Parameter(torch.ones(width))
         self.calls = 0
 
     def forward(self, hidden: Tensor, scale: float = 1.0, mask: Tensor | None = None) -> Any:
         self.calls += 1
-        return hidden * 2 + self.number * scale
+        return hidden * 2 + self.layer_idx * scale
+
+
+class Model(nn.Module):
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
 
 
 def call(layers: nn.ModuleList, hidden: Tensor, how: str) -> Tensor:
@@ -81,10 +95,37 @@ def test_alike_layers_are_cut_into_equal_runs_if_they_can(
     assert [layer for run in runs for layer in run] == list(range(num_layers))
 
 
+@pytest.mark.parametrize(
+    ("wide", "computed"),
+    [(None, [1, 1, 1, 0, 0, 0, 0, 0, 0]), (4, [1, 1, 1, 1, 1, 1, 0, 0, 0])],
+)
+def test_of_alike_runs_the_first_computes_and_the_others_pass_on(
+    wide: int | None, computed: list[int]
+) -> None:
+    model = Model(Layer(i, width=2 + (i == wide)) for i in range(9))
+    runs = [(0, 1, 2), (3, 4, 5), (6, 7, 8)]
+    originals = list(model.layers)
+    join_runs(model.layers, runs)
+    joined = list(model.layers)
+    with alike_left_out(model, runs):  # type: ignore[arg-type]
+        call(model.layers, torch.ones(2), "alike")
+    assert [layer.calls for layer in originals] == computed
+    assert list(model.layers) == joined
+    call(model.layers, torch.ones(2), "alike")
+    assert [layer.calls for layer in originals] == [calls + 1 for calls in computed]
+
+
+def test_layers_that_run_alone_are_not_left_out() -> None:
+    model = Model(Layer(i) for i in range(3))
+    with alike_left_out(model, [(0,), (1,), (2,)]):  # type: ignore[arg-type]
+        call(model.layers, torch.ones(2), "alike")
+    assert [layer.calls for layer in model.layers] == [1] * 3
+
+
 def test_a_stand_in_has_the_attributes_of_its_layer() -> None:
     layers = nn.ModuleList(map(Layer, range(3)))
     join_runs(layers, [(0, 1, 2)])
-    assert [layer.number for layer in layers] == [0, 1, 2]
+    assert [layer.layer_idx for layer in layers] == [0, 1, 2]
     with pytest.raises(AttributeError, match="nothing"):
         _ = layers[1].nothing
 

@@ -9,7 +9,7 @@ is seen in the examination pass, so it needs no list of architectures.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,3 +159,42 @@ def join_runs(layers: nn.ModuleList, runs: Sequence[Sequence[int]]) -> list[nn.M
             layers[i] = RestOfRun(member)
         joined.append(layers[run[0]])
     return joined
+
+
+@contextmanager
+def alike_left_out(model: PreTrainedModel, runs: Sequence[Sequence[int]]) -> Iterator[None]:
+    """Inside, only the first of alike runs of layers computes anything.
+
+    Hidden states pass through the others: what is launched for these has been launched before.
+    """
+    stack = decoder_layers(model)
+    assert stack is not None, "the examination has found attention in layers"
+    _, layers = stack
+    originals = list(layers)
+    seen: set[Hashable] = set()
+    try:
+        for first, *rest in runs:
+            kind = _kind(layers[first])
+            # What a layer alone returns may be more than hidden states.
+            if rest and kind in seen:
+                layers[first] = RestOfRun(layers[first])
+            seen.add(kind)
+        yield
+    finally:
+        for i, layer in enumerate(originals):
+            layers[i] = layer
+
+
+def _kind(module: nn.Module) -> Hashable:
+    """The same for modules that differ in nothing but what their tensors hold, and their place."""
+    parts = [(name, type(part), _plain_attributes(part)) for name, part in module.named_modules()]
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers())
+    return tuple(parts), tuple((name, t.shape, t.dtype) for name, t in tensors)
+
+
+def _plain_attributes(module: nn.Module) -> Hashable:
+    return tuple(
+        (name, repr(value))
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, list, tuple)) and name != "layer_idx"
+    )

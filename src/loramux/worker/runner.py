@@ -20,6 +20,7 @@ from loramux.lora.routing import Routing
 from loramux.model.compile import MIN_ROWS, compile_layers
 from loramux.model.final_states import FinalStates
 from loramux.model.load import BaseModel
+from loramux.model.stack import alike_left_out
 from loramux.ops.attention import AttentionBackend, StepKind
 from loramux.ops.expert_tiles import Mixture
 from loramux.ops.interface import LoraOps
@@ -192,6 +193,7 @@ class CapturedRunner:
         self._context = context
         self._ops = options.ops
         self._uploads = options.uploads
+        self._runs = runs
         self._states = FinalStates(base.model)
         self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
@@ -229,7 +231,7 @@ class CapturedRunner:
         started = time.perf_counter()
         free_before = torch.cuda.mem_get_info()[0]
         log.info("compiling the layers; what is made is kept, so the next start takes less time")
-        with self._ops.compiling():
+        with self._ops.compiling(), alike_left_out(self._base.model, self._runs):
             for key in progress("compiling", self._samples(self._graphs)):
                 self._graphs.rehearse(key)
         compiled = time.perf_counter()
