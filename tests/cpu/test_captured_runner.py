@@ -1,0 +1,117 @@
+"""Start and captured steps without a GPU: a graph computes again what was captured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from transformers import PreTrainedModel
+
+from loramux.lora.segments import padded_rows
+from loramux.ops.triton_lora import TritonOps
+from loramux.ops.upload import Uploads
+from loramux.plan import SequenceStep
+from loramux.testing import tiny_model
+from loramux.worker import graphs
+from loramux.worker.runner import CompiledOptions
+from tests.cpu import served
+from tests.cpu.served import ADAPTERS, BASE, SLOTS, Served, part
+from tests.cpu.test_compiled_layers import CPU, PROMPT, OpaqueAttention
+from tests.cpu.test_experts import EXPERTS, build, per_expert, write
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Again:
+    """Instead of a CUDA graph."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.replay = run
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, result in {
+        "graph_pool_handle": None,
+        "Stream": None,
+        "synchronize": None,
+        "mem_get_info": (0, 0),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
+    monkeypatch.setattr(graphs, "rehearse", lambda run, stream: run())
+    monkeypatch.setattr(graphs, "capture", lambda run, stream, pool: Again(run))
+    # The interpreter compiles nothing.
+    monkeypatch.setattr(TritonOps, "compiling", lambda self: nullcontext())
+    torch._dynamo.reset()
+
+
+class WithExperts(Served):
+    """Its adapters are on experts: all of them, some, and with a rank of another bucket."""
+
+    def add(self, name: str, *, rank: int, seed: int, dora: bool = False, **how: object) -> None:
+        experts, ranks = {
+            "one": (range(EXPERTS), (4,)),
+            "two": ((0, 2), (1, 5)),
+            "three": ((1,), (20,)),
+        }[name]
+        if not (self._folder / name).exists():
+            weights = per_expert(self.base.model, PARTS, experts, ranks, seed=100 * seed)
+            write(self._folder / name, weights)
+        self.add_saved(name)
+
+
+def experts_model() -> PreTrainedModel:
+    return build("Qwen3MoeConfig")
+
+
+def dense_model() -> PreTrainedModel:
+    return tiny_model(num_layers=6)
+
+
+def decoding(slots: Sequence[int]) -> list[SequenceStep]:
+    """The prompt's last token of each, the others being known."""
+    return [row(slot, i, start=len(PROMPT) - 1) for i, slot in enumerate(slots)]
+
+
+def row(slot: int, block: int, start: int = 0) -> SequenceStep:
+    """A part that a graph can compute: log-probabilities of what is chosen alone."""
+    whole = part(PROMPT, slot, start=start, blocks=[block])
+    return whole._replace(prompt_logprobs=None, next_prompt_tokens=())
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"),
+    [(Served, dense_model), (WithExperts, experts_model)],
+    ids=["dense", "experts"],
+)
+def test_after_a_start_steps_are_replayed_and_compile_nothing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Served],
+    model: Callable[[], PreTrainedModel],
+) -> None:
+    monkeypatch.setattr(served, "tiny_model", model)
+    eager = kind(tmp_path)
+    compiler = CompileCounter()
+    ops = TritonOps(padded_rows=padded_rows(SLOTS, 64), max_rank=64, device=CPU)
+    options = CompiledOptions(ops, Uploads(CPU), max_num_seqs=4, compiler=compiler)
+    captured = kind(tmp_path, attention=OpaqueAttention, ops=ops, compiled=options)
+
+    shown: list[str] = []
+    found = captured.worker.warm_up(lambda what, keys: shown.append(what) or keys)
+
+    assert shown == ["compiling", "capturing graphs"]
+    assert found.num_graphs == len(captured.worker.first_graphs) > 0
+    compiled = compiler.frame_count
+    for both in (eager, captured):
+        both.worker.apply([both.load(slot, name) for slot, name in enumerate(ADAPTERS)])
+    for slots in ([BASE], [0, BASE], [1], [0, 1, 2, BASE], [2, 2]):
+        prompts = [row(slot, i) for i, slot in enumerate(slots)]
+        for step in (prompts, decoding(slots)):
+            for got, wanted in zip(captured.run(*step), eager.run(*step), strict=True):
+                assert got == pytest.approx(wanted, abs=1e-4)
+    assert compiler.frame_count == compiled
