@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
 
@@ -22,6 +23,7 @@ from tests.cpu import served
 from tests.cpu.served import ADAPTERS, BASE, SLOTS, Served, part
 from tests.cpu.test_compiled_layers import CPU, PROMPT, OpaqueAttention
 from tests.cpu.test_experts import EXPERTS, build, per_expert, write
+from tests.cpu.test_own_values import save
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -83,10 +85,29 @@ def row(slot: int, block: int, start: int = 0) -> SequenceStep:
     return whole._replace(prompt_logprobs=None, next_prompt_tokens=())
 
 
+def start(kind: type[Served], folder: Path, compiler: CompileCounter) -> Served:
+    """With graphs of all that is captured at start."""
+    ops = TritonOps(padded_rows=padded_rows(SLOTS, 64), max_rank=64, device=CPU)
+    options = CompiledOptions(ops, Uploads(CPU), max_num_seqs=4, compiler=compiler)
+    model = kind(folder, attention=OpaqueAttention, ops=ops, compiled=options)
+    shown: list[str] = []
+    found = model.worker.warm_up(lambda what, keys: shown.append(what) or keys)
+    assert shown == ["compiling", "capturing graphs"]
+    assert found.num_graphs == len(model.worker.first_graphs) > 0
+    return model
+
+
+def assert_alike(captured: Served, eager: Served, mixes: Sequence[Sequence[int]]) -> None:
+    """In steps with prompts and in such as decode."""
+    for slots in mixes:
+        prompts = [row(slot, i) for i, slot in enumerate(slots)]
+        for step in (prompts, decoding(slots)):
+            for got, wanted in zip(captured.run(*step), eager.run(*step), strict=True):
+                assert got == pytest.approx(wanted, abs=1e-4)
+
+
 @pytest.mark.parametrize(
-    ("kind", "model"),
-    [(Served, dense_model), (WithExperts, experts_model)],
-    ids=["dense", "experts"],
+    ("kind", "model"), [(Served, dense_model), (WithExperts, experts_model)], ids=["dense", "moe"]
 )
 def test_after_a_start_steps_are_replayed_and_compile_nothing(
     tmp_path: Path,
@@ -95,23 +116,24 @@ def test_after_a_start_steps_are_replayed_and_compile_nothing(
     model: Callable[[], PreTrainedModel],
 ) -> None:
     monkeypatch.setattr(served, "tiny_model", model)
-    eager = kind(tmp_path)
-    compiler = CompileCounter()
-    ops = TritonOps(padded_rows=padded_rows(SLOTS, 64), max_rank=64, device=CPU)
-    options = CompiledOptions(ops, Uploads(CPU), max_num_seqs=4, compiler=compiler)
-    captured = kind(tmp_path, attention=OpaqueAttention, ops=ops, compiled=options)
-
-    shown: list[str] = []
-    found = captured.worker.warm_up(lambda what, keys: shown.append(what) or keys)
-
-    assert shown == ["compiling", "capturing graphs"]
-    assert found.num_graphs == len(captured.worker.first_graphs) > 0
+    eager, compiler = kind(tmp_path), CompileCounter()
+    captured = start(kind, tmp_path, compiler)
     compiled = compiler.frame_count
     for both in (eager, captured):
         both.worker.apply([both.load(slot, name) for slot, name in enumerate(ADAPTERS)])
-    for slots in ([BASE], [0, BASE], [1], [0, 1, 2, BASE], [2, 2]):
-        prompts = [row(slot, i) for i, slot in enumerate(slots)]
-        for step in (prompts, decoding(slots)):
-            for got, wanted in zip(captured.run(*step), eager.run(*step), strict=True):
-                assert got == pytest.approx(wanted, abs=1e-4)
+    assert_alike(captured, eager, [[BASE], [0, BASE], [1], [0, 1, 2, BASE], [2, 2]])
+    assert compiler.frame_count == compiled
+
+
+def test_nor_do_they_for_the_first_adapter_with_parts_of_its_own(tmp_path: Path) -> None:
+    eager, compiler = Served(tmp_path), CompileCounter()
+    captured = start(Served, tmp_path, compiler)
+    compiled = compiler.frame_count
+    own = ["norm", "input_layernorm", "k_proj", "lm_head"]
+    config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=own, use_dora=True)
+    save(tiny_model(), config, tmp_path / "own")
+    for both in (eager, captured):
+        both.add_saved("own")
+        both.worker.apply([both.load(0, "own"), both.load(1, "three")])
+    assert_alike(captured, eager, [[0, 1, BASE]])
     assert compiler.frame_count == compiled
