@@ -18,14 +18,17 @@ _FIRST_PARTS, _MOST_PARTS = 4, 8
 """Of a large block, copied with one step: in the first portion that there is, and at most."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Load:
     """A block that is not all asked for yet."""
 
     slot: Slot
     source: HostBlock
-    parts: deque[tuple[Tensor, Tensor]]
-    """Where each goes, and what."""
+    parts: deque[Tensor]
+    """What is left of it."""
+    arena: Tensor
+    start: int
+    """Where the next part goes."""
     waits: list[Mark]
     """Ends of the steps that read what it overwrites."""
 
@@ -112,8 +115,9 @@ class Transfers:
         end = start + block.num_elements
         self._forget_what_is_over()
         waits = [left.last_read for left in self._left if left.start < end and start < left.end]
-        parts = self._parts(arena[start:end], block)
-        self._to_come.append(_Load(slot, block, parts, waits))
+        length = max(1, self._part_bytes // arena.element_size())
+        parts = deque(part for piece in block.pieces for part in piece.split(length))
+        self._to_come.append(_Load(slot, block, parts, arena, start, waits))
         if len(self._to_come) == 1 and block.num_bytes <= self._load_bytes:
             self._ask_for_first()
 
@@ -138,13 +142,6 @@ class Transfers:
         self._copies.wait_for(self._steps.mark())
         self._last_read.clear()
         self._left.clear()
-
-    def _parts(self, target: Tensor, block: HostBlock) -> deque[tuple[Tensor, Tensor]]:
-        """A block cut into what is copied at a time."""
-        length = max(1, self._part_bytes // target.element_size())
-        sources = [part for piece in block.pieces for part in piece.split(length)]
-        targets = target.split([part.numel() for part in sources])
-        return deque(zip(targets, sources, strict=True))
 
     def _set_pace(self) -> None:
         """Now what the next step needs from the host would stand behind the last portion."""
@@ -173,9 +170,11 @@ class Transfers:
         load.waits.clear()
         asked = 0
         while load.parts and asked < num_bytes:
-            target, source = load.parts.popleft()
-            self._copies.copy(target, source)
-            asked += source.nbytes
+            part = load.parts.popleft()
+            end = load.start + part.numel()
+            self._copies.copy(load.arena[load.start : end], part)
+            load.start = end
+            asked += part.nbytes
         if not load.parts:
             self._to_come.popleft()
             copy = _Copy(load.source, self._copies.mark())
