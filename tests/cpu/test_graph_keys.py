@@ -90,6 +90,11 @@ def test_samples_stand_for_every_bucket_of_rows(graphs: StepGraphs) -> None:
         assert sorted(named) == sorted({bucket_of(ROW_BUCKETS, bucket) for bucket, _ in captured})
 
 
+def test_samples_of_steps_without_adapters_are_such_as_there_are(graphs: StepGraphs) -> None:
+    samples = graphs.samples(Form.NONE, 0, num_slots=32)
+    assert {*samples} <= {*graphs.keys(16, num_slots=32)}
+
+
 @pytest.mark.parametrize("top_k", [2, 8])
 def test_samples_stand_for_every_set_of_kernels_of_experts(graphs: StepGraphs, top_k: int) -> None:
     ops = TritonOps(padded_rows={16: 16}, max_rank=64, device=CPU)

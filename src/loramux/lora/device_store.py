@@ -79,9 +79,10 @@ class DeviceStore:
         """Start of room for a block: such that no step reads, so that its copy need not wait; else
         the first that is long enough."""
         gaps = [(start, end) for start, end in self._gaps() if end - start >= length]
-        unread = (self._transfers.unread(start, end, length) for start, end in gaps)
-        first = gaps[0][0] if gaps else None
-        return next((start for start in unread if start is not None), first)
+        if not gaps:
+            return None
+        unread = self._transfers.unread(gaps, length)
+        return gaps[0][0] if unread is None else unread
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
         cursor = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +23,6 @@ _FIRST_PARTS, _MOST_PARTS = 4, 8
 class _Load:
     """A block that is not all asked for yet."""
 
-    slot: Slot
     source: HostBlock
     parts: deque[Tensor]
     """What is left of it."""
@@ -70,7 +70,8 @@ class Transfers:
         self._num_parts = _FIRST_PARTS
         """Of a portion."""
         self._portion_end: Mark | None = None
-        self._to_come: deque[_Load] = deque()
+        self._to_come: dict[Slot, _Load] = {}
+        """In the order in which they were ordered."""
         self._under_way: deque[_Copy] = deque()
         self._arriving: dict[Slot, Mark] = {}
         """By slot, the end of a copy that no step has waited for yet."""
@@ -83,7 +84,7 @@ class Transfers:
         """The step that is launched inside reads these slots."""
         self._forget_what_is_over()
         self._set_pace()
-        while any(load.slot in slots for load in self._to_come):
+        while not self._to_come.keys().isdisjoint(slots):
             self._ask_for_first()
         for slot in slots:
             arriving = self._arriving.pop(slot, None)
@@ -97,18 +98,21 @@ class Transfers:
 
     def has_arrived(self, slot: Slot) -> bool:
         """Whether a step with a slot would not have to wait."""
-        if any(load.slot == slot for load in self._to_come):
-            return False
         end = self._arriving.get(slot)
-        return end is None or end.query()
+        return slot not in self._to_come and (end is None or end.query())
 
-    def unread(self, start: int, end: int, length: int) -> int | None:
-        """Where in free elements ``start … end - 1`` so many begin that no launched step reads."""
+    def unread(self, gaps: Iterable[tuple[int, int]], length: int) -> int | None:
+        """Where in these free parts of the arena, each ``start … end - 1``, so many elements begin
+        that no launched step reads."""
         self._forget_what_is_over()
-        for left in sorted(self._left, key=lambda left: left.start):
-            if left.start < start + length and start < left.end:
-                start = left.end
-        return start if start + length <= end else None
+        read = sorted((left.start, left.end) for left in self._left)
+        for start, end in gaps:
+            for read_start, read_end in read:
+                if read_start < start + length and start < read_end:
+                    start = read_end
+            if start + length <= end:
+                return start
+        return None
 
     def load(self, slot: Slot, arena: Tensor, start: int, block: HostBlock) -> None:
         """Start to copy a slot's block to elements ``start …`` of the arena."""
@@ -117,14 +121,14 @@ class Transfers:
         waits = [left.last_read for left in self._left if left.start < end and start < left.end]
         length = max(1, self._part_bytes // arena.element_size())
         parts = deque(part for piece in block.pieces for part in piece.split(length))
-        self._to_come.append(_Load(slot, block, parts, arena, start, waits))
+        self._to_come[slot] = _Load(block, parts, arena, start, waits)
         if len(self._to_come) == 1 and block.num_bytes <= self._load_bytes:
             self._ask_for_first()
 
     def leave(self, slot: Slot, start: int, length: int) -> None:
         """A slot's block is given up, which a launched step may still read."""
-        for load in [load for load in self._to_come if load.slot == slot]:
-            self._to_come.remove(load)
+        load = self._to_come.pop(slot, None)
+        if load is not None:
             self._under_way.append(_Copy(load.source, self._copies.mark()))
         self._arriving.pop(slot, None)
         last_read = self._last_read.pop(slot, None)
@@ -155,16 +159,13 @@ class Transfers:
     def _ask_for_portion(self) -> None:
         num_bytes = self._num_parts * self._part_bytes
         while self._to_come and num_bytes > 0:
-            num_bytes -= self._ask_for(self._to_come[0], num_bytes)
+            num_bytes -= self._ask_for_first(num_bytes)
             self._portion_end = self._copies.mark()
 
-    def _ask_for_first(self) -> None:
-        """Ask for all of the first load that is to come."""
-        self._ask_for(self._to_come[0], self._to_come[0].source.num_bytes)
-
-    def _ask_for(self, load: _Load, num_bytes: int) -> int:
-        """Ask for parts of the first load, until these have so many bytes or it has no more; how
-        many they have."""
+    def _ask_for_first(self, num_bytes: float = math.inf) -> int:
+        """Ask for parts of the first load that is to come, until these have so many bytes or it has
+        no more; how many they have."""
+        slot, load = next(iter(self._to_come.items()))
         for mark in load.waits:
             self._copies.wait_for(mark)
         load.waits.clear()
@@ -176,10 +177,10 @@ class Transfers:
             load.start = end
             asked += part.nbytes
         if not load.parts:
-            self._to_come.popleft()
+            del self._to_come[slot]
             copy = _Copy(load.source, self._copies.mark())
             self._under_way.append(copy)
-            self._arriving[load.slot] = copy.end
+            self._arriving[slot] = copy.end
         return asked
 
     def _forget_what_is_over(self) -> None:

@@ -80,11 +80,11 @@ class SlotUse:
 
     def note_arrivals(self) -> None:
         """Adapters that have arrived may start, and lose their slots to others again."""
-        slots = {a: self._residency.find_slot(a) for a in self._arriving}
         self._arriving = {
             adapter_id
-            for adapter_id, slot in slots.items()
-            if slot is not None and not self._has_arrived(slot)
+            for adapter_id in self._arriving
+            if (slot := self._residency.find_slot(adapter_id)) is not None
+            and not self._has_arrived(slot)
         }
 
     def bring_ahead(

@@ -101,7 +101,7 @@ class StepGraphs:
         largest: dict[Hashable, GraphKey] = {}
         for kind in (StepKind.MIXED, StepKind.DECODE):
             for bucket in self._buckets[kind]:
-                for few in _mixes(bucket, num_slots):
+                for few in (True,) if form is Form.NONE else _mixes(bucket, num_slots):
                     key = GraphKey(bucket, form, rank_bucket, few, kind)
                     kernels = few, self._kernels_of(bucket, few)
                     largest[kernels] = max(largest.get(kernels, key), key, key=_rows)
