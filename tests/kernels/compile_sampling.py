@@ -13,7 +13,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loramux.ops.triton_sampling import BLOCK, NUM_WARPS, ROOM, draw_kernel
+from loramux.ops.sampling_kernel import BLOCK, NUM_WARPS, ROOM, draw_kernel
 from loramux.worker.filters import weight_unit
 
 TYPES = {

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from loramux.ops import triton_sampling
-from loramux.ops.triton_sampling import BLOCK, ROOM, draw_tokens
+from loramux.ops.sampling_kernel import BLOCK, ROOM
+from loramux.ops.triton_sampling import draw_tokens
 from loramux.plan import Sample
 from loramux.worker.drawing import draw, draw_by_triton, uniform
 from loramux.worker.filters import filtered_weights, rate_of, weight_unit

@@ -17,7 +17,7 @@ from loramux.engine.core import EngineCore
 from loramux.engine.languages import Language, Languages
 from loramux.engine.origins import Origin
 from loramux.scheduling.request import Request
-from loramux.scheduling.scheduler import Limits
+from loramux.scheduling.steps import Limits
 from loramux.testing import FakeCodec, FakeWorker, expected_tokens
 from loramux.testing.worker import VOCAB_SIZE
 from loramux.types import (

@@ -15,7 +15,8 @@ from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.fair_shares import FairShares
 from loramux.scheduling.request import Request
-from loramux.scheduling.scheduler import Limits, Scheduler, Step
+from loramux.scheduling.scheduler import Scheduler
+from loramux.scheduling.steps import Limits, Step
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot, TokenLogprobs
 from tests.unit.residents import add_with_copy
 

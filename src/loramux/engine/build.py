@@ -35,7 +35,7 @@ from loramux.model.anatomy import Anatomy, examine
 from loramux.model.attention_seam import AttentionSeam
 from loramux.model.load import BaseModel, load_base
 from loramux.ops.attention import AttentionBackend
-from loramux.scheduling.scheduler import Limits
+from loramux.scheduling.steps import Limits
 from loramux.types import Slot
 from loramux.worker.arena import Arena, KnownAdapter, default_arena, free_memory, size_of
 from loramux.worker.backends import Backends, choose_backends

@@ -22,7 +22,8 @@ from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.fair_shares import FairShares
 from loramux.scheduling.request import Request
-from loramux.scheduling.scheduler import Limits, Scheduler, Step
+from loramux.scheduling.scheduler import Scheduler
+from loramux.scheduling.steps import Limits, Step
 from loramux.scheduling.tally import ADAPTERS, SEQUENCES, STEP_SECONDS, Tally
 from loramux.stats import EngineStats
 from loramux.types import AdapterInfo, Delta, PoolingParams, RequestId, SourceRules

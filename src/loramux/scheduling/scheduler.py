@@ -6,40 +6,20 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import takewhile
 
 from loramux.adapters.residency import Residency
-from loramux.plan import LOAD_BYTES, SequenceStep, SlotOrder, StepPlan
+from loramux.plan import SequenceStep, SlotOrder, StepPlan
 from loramux.scheduling.blocks import BlockAllocator
 from loramux.scheduling.drains import Drains
 from loramux.scheduling.fair_shares import FairShares
 from loramux.scheduling.load_budget import LoadBudget
 from loramux.scheduling.request import Request, Turn
 from loramux.scheduling.sequence_blocks import SequenceBlocks
-from loramux.scheduling.sequence_steps import sequence_step
 from loramux.scheduling.slot_use import SlotUse
+from loramux.scheduling.steps import Limits, Step, sequence_step
 from loramux.scheduling.tally import Tally
 from loramux.types import AdapterId, RequestId, Slot, Waited
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Sizes of one step."""
-
-    max_num_seqs: int
-    max_step_tokens: int
-    block_size: int
-    max_load_bytes: int = LOAD_BYTES
-    """Of adapters that come into slots while others run (``LoadBudget``)."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """A plan and the requests it is about, in the plan's order."""
-
-    plan: StepPlan
-    requests: tuple[Request, ...]
 
 
 class Scheduler:

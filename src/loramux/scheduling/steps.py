@@ -1,12 +1,32 @@
-"""What a step computes for one sequence, and what is asked of it."""
+"""What a step is: how large at most, of which requests, and what it computes for each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from loramux.plan import PENDING_TOKEN, Sample, SequenceStep
+from loramux.plan import LOAD_BYTES, PENDING_TOKEN, Sample, SequenceStep, StepPlan
 from loramux.scheduling.request import Request
 from loramux.types import PoolingParams, Slot
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes of one step."""
+
+    max_num_seqs: int
+    max_step_tokens: int
+    block_size: int
+    max_load_bytes: int = LOAD_BYTES
+    """Of adapters that come into slots while others run (``LoadBudget``)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan and the requests it is about, in the plan's order."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
 
 
 def sequence_step(
