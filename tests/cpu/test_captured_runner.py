@@ -67,7 +67,7 @@ class WithExperts(Served):
 
 
 def experts_model() -> PreTrainedModel:
-    return build("Qwen3MoeConfig")
+    return build("Qwen3MoeConfig", num_layers=6)
 
 
 def dense_model() -> PreTrainedModel:

@@ -55,11 +55,11 @@ Weights = Mapping[str, tuple[Tensor, Tensor]]
 """A ``[rank, in]`` and B ``[out, rank]`` by the adapter's name of a module."""
 
 
-def build(family: str) -> PreTrainedModel:
+def build(family: str, *, num_layers: int = 2) -> PreTrainedModel:
     torch.manual_seed(11)
     sizes = {
         "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 48,
-        "moe_intermediate_size": SIZE, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "moe_intermediate_size": SIZE, "num_hidden_layers": num_layers, "num_attention_heads": 4,
         "num_key_value_heads": 2, "num_experts_per_tok": 2, "max_position_embeddings": 128,
         "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
         "initializer_range": 0.3,
