@@ -113,11 +113,16 @@ def engine_over(
 
 
 def add_adapters(parts: Parts, names: Sequence[str], ranks: Sequence[int]) -> None:
-    """Register random adapters on every linear and expert, whose ranks are taken in turns."""
+    """Register random adapters on every linear and expert, whose ranks are taken in turns.
+
+    Afterwards every step with them has its graph, as in an engine that had a moment's rest.
+    """
     for seed, name in enumerate(names):
         rank = ranks[seed % len(ranks)]
         prepared = random_prepared(parts.worker, f"{name}-r{rank}", rank, seed)
         parts.core.register(name, "random", IncomingAdapter(prepared))
+    while parts.core.use_spare_time():
+        pass
 
 
 def random_prepared(worker: Worker, adapter_id: str, rank: int, seed: int) -> PreparedAdapter:

@@ -23,7 +23,7 @@ from loramux.ops.torch_attention import TorchAttention
 from loramux.plan import Sample, SequenceResult, SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.testing import random_adapter, tiny_model
 from loramux.types import AdapterId, RequestId, SamplingParams, Slot
-from loramux.worker.runner import CompiledOptions
+from loramux.worker.captured_runner import CompiledOptions
 from loramux.worker.self_check import self_check
 from loramux.worker.worker import Worker
 

@@ -18,7 +18,7 @@ from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep
 from loramux.testing import tiny_model
 from loramux.worker import graphs
-from loramux.worker.runner import CompiledOptions
+from loramux.worker.captured_runner import CapturedRunner, CompiledOptions
 from tests.cpu import served
 from tests.cpu.served import ADAPTERS, BASE, SLOTS, Served, part
 from tests.cpu.test_compiled_layers import CPU, PROMPT, OpaqueAttention
@@ -41,7 +41,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "graph_pool_handle": None,
         "Stream": None,
         "synchronize": None,
-        "mem_get_info": (0, 0),
+        "mem_get_info": (2**30, 2**31),
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
     monkeypatch.setattr(graphs, "rehearse", lambda run, stream: run())
@@ -97,6 +97,12 @@ def start(kind: type[Served], folder: Path, compiler: CompileCounter) -> Served:
     return model
 
 
+def use_all_time(served: Served) -> None:
+    """Until every graph is there."""
+    while served.worker.use_spare_time():
+        pass
+
+
 def assert_alike(captured: Served, eager: Served, mixes: Sequence[Sequence[int]]) -> None:
     """In steps with prompts and in such as decode."""
     for slots in mixes:
@@ -121,8 +127,22 @@ def test_after_a_start_steps_are_replayed_and_compile_nothing(
     compiled = compiler.frame_count
     for both in (eager, captured):
         both.worker.apply([both.load(slot, name) for slot, name in enumerate(ADAPTERS)])
-    assert_alike(captured, eager, [[BASE], [0, BASE], [1], [0, 1, 2, BASE], [2, 2]])
+    mixes = [[BASE], [0, BASE], [1], [0, 1, 2, BASE], [2, 2]]
+    assert_alike(captured, eager, mixes)
+    use_all_time(captured)
+    monkeypatch.setattr(CapturedRunner, "_run_uncaptured", None)  # every step has its graph
+    assert_alike(captured, eager, mixes[1:4])
     assert compiler.frame_count == compiled
+
+
+def test_a_step_has_the_same_bits_with_its_graph_as_before(tmp_path: Path) -> None:
+    captured = start(Served, tmp_path, CompileCounter())
+    worker = captured.worker
+    worker.apply([captured.load(slot, name) for slot, name in enumerate(ADAPTERS)])
+    steps = [[row(slot, i) for i, slot in enumerate([0, 1, BASE])], decoding([1, 2])]
+    before = [captured.run(*step) for step in steps]
+    use_all_time(captured)
+    assert [captured.run(*step) for step in steps] == before
 
 
 def test_nor_do_they_for_the_first_adapter_with_parts_of_its_own(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from loramux.ops.torch_attention import TorchAttention
 from loramux.ops.triton_lora import TritonOps
 from loramux.ops.upload import Uploads
 from loramux.testing import tiny_model
-from loramux.worker.runner import CompiledOptions
+from loramux.worker.captured_runner import CompiledOptions
 from tests.cpu.served import ADAPTERS, BASE, BLOCK, SLOTS, TARGETS, Served, part
 from tests.cpu.test_own_values import save
 

@@ -24,10 +24,11 @@ from loramux.ops.triton_lora import TritonOps
 from loramux.ops.tuning import ROW_BUCKETS, bucket_of
 from loramux.ops.upload import Uploads
 from loramux.plan import StepPlan
-from loramux.worker import runner as module
+from loramux.worker import captured_runner, eager_runner
+from loramux.worker.captured_runner import CapturedRunner, CompiledOptions
+from loramux.worker.eager_runner import EagerRunner
 from loramux.worker.graphs import GraphKey, StepGraphs, buckets, mixed_buckets
 from loramux.worker.inputs import build_inputs
-from loramux.worker.runner import CapturedRunner, CompiledOptions, EagerRunner
 from tests.cpu.served import part
 
 SLOTS = FEW_ADAPTERS + 2
@@ -48,6 +49,11 @@ def make_graphs(kernels_of: Callable[[int, bool], Hashable]) -> StepGraphs:
     )
 
 
+def first_keys(graphs: StepGraphs, num_slots: int = 32) -> list[GraphKey]:
+    """Steps of the base, and of plain adapters of small ranks."""
+    return [*graphs.keys(Form.NONE, 0, num_slots), *graphs.keys(Form.BESIDE, 16, num_slots)]
+
+
 @pytest.mark.parametrize(
     ("max_step_tokens", "sizes"),
     [(1, [2]), (40, [40]), (64, [64]), (96, [64, 96]), (1024, None), (8192, None)],
@@ -63,7 +69,7 @@ def test_there_is_a_graph_for_every_mixed_step_up_to_1024_rows(
 def test_base_few_and_many_are_captured_for_every_bucket_that_can_have_them(
     graphs: StepGraphs,
 ) -> None:
-    keys = graphs.keys(16, num_slots=32)
+    keys = first_keys(graphs)
     assert len(set(keys)) == len(keys)
     for kind, sizes in ((StepKind.DECODE, buckets(32)), (StepKind.MIXED, mixed_buckets(128))):
         assert {key.bucket for key in keys if key.kind is kind} == set(sizes)
@@ -73,17 +79,16 @@ def test_base_few_and_many_are_captured_for_every_bucket_that_can_have_them(
             }
             many = {(Form.BESIDE, 16, False)} if size > FEW_ADAPTERS else set()
             assert found == {(Form.NONE, 0, True), (Form.BESIDE, 16, True)} | many
-    assert keys[0].bucket == 128
 
 
 def test_few_slots_have_no_graphs_for_many_adapters(graphs: StepGraphs) -> None:
-    assert {key.few for key in graphs.keys(16, num_slots=FEW_ADAPTERS)} == {True}
+    assert {key.few for key in graphs.keys(Form.BESIDE, 16, num_slots=FEW_ADAPTERS)} == {True}
 
 
 def test_samples_stand_for_every_bucket_of_rows(graphs: StepGraphs) -> None:
     samples = graphs.samples(Form.IN_PLACE, 64, num_slots=32)
     assert {(key.form, key.rank_bucket) for key in samples} == {(Form.IN_PLACE, 64)}
-    captured = {(key.bucket, key.kind) for key in graphs.keys(16, num_slots=32)}
+    captured = {(key.bucket, key.kind) for key in first_keys(graphs)}
     assert {(key.bucket, key.kind) for key in samples} <= captured
     for few in (False, True):
         named = [bucket_of(ROW_BUCKETS, key.bucket) for key in samples if key.few is few]
@@ -92,7 +97,7 @@ def test_samples_stand_for_every_bucket_of_rows(graphs: StepGraphs) -> None:
 
 def test_samples_of_steps_without_adapters_are_such_as_there_are(graphs: StepGraphs) -> None:
     samples = graphs.samples(Form.NONE, 0, num_slots=32)
-    assert {*samples} <= {*graphs.keys(16, num_slots=32)}
+    assert {*samples} <= {*graphs.keys(Form.NONE, 0, num_slots=32)}
 
 
 @pytest.mark.parametrize("top_k", [2, 8])
@@ -104,7 +109,7 @@ def test_samples_stand_for_every_set_of_kernels_of_experts(graphs: StepGraphs, t
     samples = graphs.samples(Form.BESIDE, 64, num_slots=32)
     found = [(key.few, kernels_of(key.bucket, key.few)) for key in samples]
     assert len(set(found)) == len(found)
-    steps = [key for key in graphs.keys(16, num_slots=32) if key.form is not Form.NONE]
+    steps = graphs.keys(Form.BESIDE, 64, num_slots=32)
     assert set(found) == {(key.few, kernels_of(key.bucket, key.few)) for key in steps}
     assert len(samples) > len(plain), "of experts there are more"
 
@@ -126,14 +131,16 @@ def test_what_any_adapter_needs_is_compiled_at_start(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runner, "_graphs", graphs)
-    monkeypatch.setattr(module, "alike_left_out", lambda model, runs: nullcontext())
+    monkeypatch.setattr(captured_runner, "alike_left_out", lambda model, runs: nullcontext())
 
     runner.warm_up(lambda what, keys: keys)
 
     for form, ranks in itertools.product((Form.BESIDE, Form.IN_PLACE), (16, 64)):
         assert {*graphs.samples(form, ranks, SLOTS)} <= {*made}
     assert {Form.NONE, Form.OWN} < {key.form for key in made}
-    assert shown == graphs.keys(16, SLOTS)
+    assert [key.bucket for key in shown] == sorted((key.bucket for key in shown), reverse=True)
+    assert {*shown} == {*first_keys(graphs, num_slots=SLOTS)}
+    assert len(shown) == len({*shown})
 
 
 class NotingOps(ReferenceOps):
@@ -183,7 +190,8 @@ class Base:
 def context(monkeypatch: pytest.MonkeyPatch) -> LoraContext:
     """Slots whose adapters have rank 8, and DoRA in the last one; a model without states."""
     states = SimpleNamespace(take=lambda: None)
-    monkeypatch.setattr(module, "FinalStates", lambda model: states)
+    for module in (captured_runner, eager_runner):
+        monkeypatch.setattr(module, "FinalStates", lambda model: states)
     tables = SlotTables(1, SLOTS, CPU)
     for slot in range(SLOTS):
         tables.max_rank[slot] = 8
@@ -193,7 +201,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> LoraContext:
 
 
 def captured(context: LoraContext, monkeypatch: pytest.MonkeyPatch) -> CapturedRunner:
-    monkeypatch.setattr(module, "compile_layers", lambda model, runs, compiler: None)
+    monkeypatch.setattr(captured_runner, "compile_layers", lambda model, runs, compiler: None)
     options = CompiledOptions(context.ops, Uploads(CPU), 8, capture=False)  # type: ignore[arg-type]
     return CapturedRunner(
         Base(),

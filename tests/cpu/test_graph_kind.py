@@ -9,8 +9,8 @@ import pytest
 from loramux.ops.attention import StepKind
 from loramux.plan import Sample, SequenceStep, StepPlan
 from loramux.types import RequestId, SamplingParams, Slot
+from loramux.worker.captured_runner import graph_kind
 from loramux.worker.inputs import build_inputs
-from loramux.worker.runner import graph_kind
 
 GREEDY = SamplingParams(temperature=0)
 

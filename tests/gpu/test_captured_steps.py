@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
+from torch._dynamo.utils import counters
 
 from loramux import LLM, SamplingParams
 from loramux.engine.build import Parts
@@ -16,6 +17,7 @@ from loramux.testing import random_adapter, tiny_model
 from loramux.types import RequestOutput
 from tests.cpu.engines import assemble_tiny
 from tests.cpu.served import TARGETS
+from tests.cpu.test_own_values import save
 
 PROMPTS = [[(29 * i + 7 * j + 3) % 160 for i in range(3 + 9 * j)] for j in range(5)]
 RANKS = {"plain": 8, "odd": 3, "large": 40, "larger": 100, "dora": 8, "narrow": 16}
@@ -156,17 +158,26 @@ def test_many_adapters_and_few_of_many_slots_answer_as_peft_does(
 
 
 def test_no_step_waits_for_a_compiler(
-    adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    adapters: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """LoRA kernels are compiled when an adapter comes, with what they will be launched with."""
-    llm = LLM.over(assemble(max_loras=8), {name: str(path) for name, path in adapters.items()})
+    """All is compiled at start, whatever adapters come; and a graph changes no bit of a step."""
+    own = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm", "lm_head"])
+    save(model("float32"), own, tmp_path / "own")  # type: ignore[arg-type]
+    sources = {name: str(path) for name, path in {**adapters, "own": tmp_path / "own"}.items()}
+    parts = assemble(max_loras=8)
+    llm = LLM.over(parts, sources)
     compiled: list[str] = []
     monkeypatch.setattr(
         triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name)
     )
-    for names in ([*RANKS, None] * 2, ["large", "dora"], ["narrow"], [*RANKS], ["larger"], [None]):
-        generate(llm, names)
+    graphs = counters["stats"]["unique_graphs"]
+    mixes = ([*RANKS, None] * 2, ["large", "dora"], ["own", "narrow"], [*RANKS], ["larger"], [None])
+    before = [likelihoods(generate(llm, names)) for names in mixes]
+    while parts.core.use_spare_time():
+        pass
+    assert [likelihoods(generate(llm, names)) for names in mixes] == before
     assert compiled == []
+    assert counters["stats"]["unique_graphs"] == graphs > 0
 
 
 def test_base_rows_keep_every_bit_beside_adapters(llm: LLM) -> None:

@@ -14,7 +14,7 @@ from loramux.model.load import BaseModel
 from loramux.ops.triton_lora import TritonOps
 from loramux.ops.upload import Uploads
 from loramux.worker.backends import Backends, choose_backends
-from loramux.worker.runner import CompiledOptions
+from loramux.worker.captured_runner import CompiledOptions
 from tests.cpu.test_compiled_layers import OpaqueAttention
 
 

@@ -140,11 +140,11 @@ Running = Callable[..., AbstractAsyncContextManager[Bench]]
 @pytest.fixture(params=[False, True], ids=["waits", "runs-ahead"])
 def running(request: pytest.FixtureRequest, tmp_path: Path) -> Running:
     """A started engine, by the options of ``Bench``; stopped at the end."""
-    return partial(_running, tmp_path, runs_ahead=request.param)
+    return partial(started, tmp_path, runs_ahead=request.param)
 
 
 @asynccontextmanager
-async def _running(folder: Path, **options: Any) -> AsyncIterator[Bench]:
+async def started(folder: Path, **options: Any) -> AsyncIterator[Bench]:
     bench = Bench(folder, **options)
     await bench.engine.start()
     try:

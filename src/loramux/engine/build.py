@@ -82,6 +82,7 @@ class Parts:
     base_shape: str
     """The same for bases on which adapters have the same sizes."""
     sources: AdapterSources = field(default_factory=AdapterSources)
+    captured: Captured = field(default_factory=Captured)
 
     def service(
         self,
@@ -302,7 +303,9 @@ def assemble(
         # wait for it; what is there now stays as long as the engine.
         gc.collect()
         gc.freeze()
-    return Parts(core, worker, admission, languages, base_name, limits, base_shape, sources)
+    return Parts(
+        core, worker, admission, languages, base_name, limits, base_shape, sources, captured
+    )
 
 
 def _first_blocks(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from loramux.adapter_weights import AdapterWeights
@@ -200,14 +201,16 @@ class EngineCore:
         EngineStopped is raised from then on.
         """
         self.check_alive()
-        try:
+        with self._fatal():
             return self._step()
-        except BaseException as error:
-            # The worker may have carried out half of its orders; going on could give an adapter's
-            # requests the weights of another.
-            self._failure = f"{type(error).__name__}: {error}"
-            self._in_flight = None
-            raise
+
+    def use_spare_time(self) -> bool:
+        """Do a part of what later steps would be slower without, while there is nothing to step;
+        False when nothing is left. As with ``step``, an exception ends the engine."""
+        assert not self.can_step, "there is no time to spare"
+        self.check_alive()
+        with self._fatal():
+            return self._worker.use_spare_time()
 
     def stats(self) -> EngineStats:
         counters = self._counters
@@ -267,6 +270,17 @@ class EngineCore:
             }
         for request in self._scheduler.requests():
             assert request.num_in_flight == (request in ending), "a token in flight is lost"
+
+    @contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """After an exception the worker may have carried out half of its orders; going on could
+        give an adapter's requests the weights of another."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            self._in_flight = None
+            raise
 
     def _step(self) -> list[Delta]:
         current = self._in_flight or self._launch()

@@ -70,6 +70,11 @@ class Worker(Protocol):
         """Whether a slot's weights are there, so that a step with them would not wait."""
         ...
 
+    def use_spare_time(self) -> bool:
+        """Do a part of what later steps would be slower without, at most a few tenths of a second;
+        False when nothing is left. Only while no step is on its way."""
+        ...
+
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start one step; at most one other, the one before it, has not handed out its result."""
         ...

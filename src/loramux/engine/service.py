@@ -40,6 +40,9 @@ T = TypeVar("T")
 Command = Callable[[], Sequence[Delta] | None]
 """Runs in the engine's thread between two steps; the deltas it gives rise to are delivered."""
 
+_PAUSE_SECONDS = 0.1
+"""Between the requests of one client there are pauses that a chore would make longer."""
+
 
 class EngineService:
     """Implements ``engine.interface.Service``.
@@ -267,7 +270,7 @@ class EngineService:
         """Run all that has been posted, after waiting for it if ``wait``; False at the end."""
         while True:
             try:
-                command = self._commands.get(block=wait)
+                command = self._next_command() if wait else self._commands.get(block=False)
             except queue.Empty:
                 return True
             if command is None:
@@ -275,6 +278,15 @@ class EngineService:
             self._send(command())
             self._fetcher.start(self._core.take_fetches())
             wait = wait and not self._core.can_step
+
+    def _next_command(self) -> Command | None:
+        """Wait for a command; time is spared once that takes longer than a short pause."""
+        timeout: float | None = _PAUSE_SECONDS
+        while True:
+            try:
+                return self._commands.get(timeout=timeout)
+            except queue.Empty:
+                timeout = 0.0 if self._core.use_spare_time() else None
 
     def _take(self, origin: Origin, outcome: Outcome) -> None:
         """An adapter has been fetched, or not; called in a thread of the fetcher."""

@@ -189,6 +189,10 @@ class FakeWorker:
     def has_arrived(self, slot: Slot) -> bool:
         return self._step >= self._loaded_at[slot] + self._load_steps
 
+    def use_spare_time(self) -> bool:
+        assert not self.num_outstanding, "a step is on its way"
+        return False
+
     def launch(self, plan: StepPlan) -> FakeLaunchedStep:
         most = 1 if self.runs_ahead else 0
         assert self.num_outstanding <= most, "too many steps are launched at once"

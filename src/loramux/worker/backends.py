@@ -22,7 +22,7 @@ from loramux.ops.stacked import StackedOps
 from loramux.ops.torch_attention import TorchAttention
 from loramux.ops.tuning import tile_chooser
 from loramux.ops.upload import Uploads
-from loramux.worker.runner import CompiledOptions
+from loramux.worker.captured_runner import CompiledOptions
 
 log = logging.getLogger(__name__)
 

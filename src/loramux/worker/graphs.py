@@ -79,32 +79,26 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def bucket_of(self, kind: StepKind, num_rows: int) -> int | None:
+    def bucket_of(self, kind: StepKind, rows: int) -> int | None:
         """The smallest bucket that holds so many rows; None where there is none."""
-        return next((bucket for bucket in self._buckets[kind] if bucket >= num_rows), None)
+        return next((bucket for bucket in self._buckets[kind] if bucket >= rows), None)
 
-    def keys(self, rank_bucket: int, num_slots: int) -> list[GraphKey]:
-        """Base-only and beside steps of every bucket, the largest first: it makes the pool."""
-        keys: list[GraphKey] = []
-        for kind in (StepKind.MIXED, StepKind.DECODE):
-            for bucket in reversed(self._buckets[kind]):
-                keys.append(GraphKey(bucket, Form.NONE, kind=kind))
-                keys += [
-                    GraphKey(bucket, Form.BESIDE, rank_bucket, few, kind)
-                    for few in _mixes(bucket, num_slots)
-                ]
-        return keys
+    def keys(self, form: Form, rank_bucket: int, num_slots: int) -> list[GraphKey]:
+        """What all steps of a form and a rank bucket are captured for."""
+        return [
+            GraphKey(bucket, form, rank_bucket, few, kind)
+            for kind, sizes in self._buckets.items()
+            for bucket in sizes
+            for few in ((True,) if form is Form.NONE else _mixes(bucket, num_slots))
+        ]
 
     def samples(self, form: Form, rank_bucket: int, num_slots: int) -> list[GraphKey]:
         """One key for every set of kernels that steps of a form and a rank bucket may launch: the
         largest of those that launch it."""
         largest: dict[Hashable, GraphKey] = {}
-        for kind in (StepKind.MIXED, StepKind.DECODE):
-            for bucket in self._buckets[kind]:
-                for few in (True,) if form is Form.NONE else _mixes(bucket, num_slots):
-                    key = GraphKey(bucket, form, rank_bucket, few, kind)
-                    kernels = few, self._kernels_of(bucket, few)
-                    largest[kernels] = max(largest.get(kernels, key), key, key=_rows)
+        for key in self.keys(form, rank_bucket, num_slots):
+            kernels = key.few, self._kernels_of(key.bucket, key.few)
+            largest[kernels] = max(largest.get(kernels, key), key, key=num_rows)
         return list(largest.values())
 
     def rehearse(self, key: GraphKey) -> None:
@@ -136,5 +130,5 @@ def _mixes(bucket: int, num_slots: int) -> tuple[bool, ...]:
     return (False, True) if min(bucket, num_slots) > FEW_ADAPTERS else (True,)
 
 
-def _rows(key: GraphKey) -> int:
+def num_rows(key: GraphKey) -> int:
     return key.bucket

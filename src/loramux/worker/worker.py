@@ -36,20 +36,14 @@ from loramux.ops.interface import LoraOps
 from loramux.plan import SequenceStep, SlotLoad, SlotOrder, StepPlan
 from loramux.types import AdapterId, RequestId, Slot
 from loramux.worker import pooling, vocabularies
+from loramux.worker.captured_runner import CapturedRunner, CompiledOptions
 from loramux.worker.drawing import draw_for
+from loramux.worker.eager_runner import EagerRunner
 from loramux.worker.graphs import GraphKey
 from loramux.worker.inputs import StepInputs, build_inputs
 from loramux.worker.launched import LaunchedStep, SampledTokens
 from loramux.worker.logprobs import PromptLogprobs, prompt_logprobs
-from loramux.worker.runner import (
-    Captured,
-    CapturedRunner,
-    CompiledOptions,
-    Computed,
-    EagerRunner,
-    Progress,
-    Runner,
-)
+from loramux.worker.runner import Captured, Computed, Progress, Runner
 from loramux.worker.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -223,6 +217,12 @@ class Worker:
         copy = prepared.content
         assert isinstance(copy, HostCopy)
         self._host.add(prepared.adapter_id, copy)
+        if not copy.own and not self._changes_ends(copy):  # else its steps are never captured
+            self._runner.expect(copy.max_rank, has_gain=copy.placements.has_gain)
+
+    def use_spare_time(self) -> bool:
+        """Do a part of what later steps would be slower without; False when nothing is left."""
+        return self._runner.use_spare_time()
 
     def drop(self, adapter_id: AdapterId) -> None:
         """Free the host copy of an adapter that has no slot any more."""

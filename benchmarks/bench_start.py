@@ -1,0 +1,84 @@
+"""How long does an engine take to start on a GPU, with and without what compilers have kept?
+
+Each start is a process of its own, from its first line until the engine could take a request. The
+first finds the caches of torch's compiler and of Triton empty, the others what the first has left.
+The weights are random, so none are read; FlashInfer's kernels are there, or compiled by the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+
+_BEGAN = time.perf_counter()
+
+SHAPES = ("llama-8b", "qwen3-30b-a3b")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    parser.add_argument("--layers", type=int, help="those of the shape by default")
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--max-num-seqs", type=int, default=128)
+    parser.add_argument("--device-cache", metavar="SIZE", help="as in loramux serve")
+    parser.add_argument("--kv-cache", metavar="SIZE", default="40GiB")
+    parser.add_argument("--starts", type=int, default=2, help="the first one included")
+    parser.add_argument("--child", action="store_true", help="be one start")
+    parser.add_argument("--out", help="file for the JSON record")
+    arguments = parser.parse_args()
+    if arguments.child:
+        print(json.dumps(start(arguments)))
+        return
+    from benchmarks.report import finish
+
+    with tempfile.TemporaryDirectory() as caches:
+        starts = [child(caches) for _ in range(arguments.starts)]
+    given = {name: value for name, value in vars(arguments).items() if name != "child"}
+    finish("start", given, {"starts": starts}, arguments.out)
+
+
+def child(caches: str) -> dict[str, object]:
+    """Start an engine in another process, with this one's arguments."""
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+        "TRITON_CACHE_DIR": f"{caches}/triton",
+    }
+    command = [sys.executable, "-m", "benchmarks.bench_start", *sys.argv[1:], "--child"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(found, flush=True)
+    return found
+
+
+def start(arguments: argparse.Namespace) -> dict[str, object]:
+    """Seconds of one start, and of its parts."""
+    import torch
+
+    from benchmarks.gpu_models import llama_engine, qwen_moe_engine
+
+    imported = time.perf_counter()
+    engine = {"llama-8b": llama_engine, "qwen3-30b-a3b": qwen_moe_engine}[arguments.shape]
+    parts = engine(
+        max_loras=arguments.slots,
+        max_num_seqs=arguments.max_num_seqs,
+        kv_cache=arguments.kv_cache,
+        device_cache=arguments.device_cache,
+        **({} if arguments.layers is None else {"layers": arguments.layers}),
+    )
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "seconds": round(time.perf_counter() - _BEGAN, 1),
+        "imports": round(imported - _BEGAN, 1),
+        **{name: round(value, 1) for name, value in asdict(parts.captured).items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
