@@ -3,6 +3,9 @@
 Each start is a process of its own, from its first line until the engine could take a request. The
 first finds the caches of torch's compiler and of Triton empty, the others what the first has left.
 The weights are random, so none are read; FlashInfer's kernels are there, or compiled by the first.
+
+Then an adapter comes whose graphs are not captured at start: how long its first steps take, and how
+long it takes to capture all of its graphs in spare time.
 """
 
 from __future__ import annotations
@@ -15,6 +18,10 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from loramux.engine.build import Parts
 
 _BEGAN = time.perf_counter()
 
@@ -29,6 +36,8 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=128)
     parser.add_argument("--device-cache", metavar="SIZE", help="as in loramux serve")
     parser.add_argument("--kv-cache", metavar="SIZE", default="40GiB")
+    parser.add_argument("--rank", type=int, default=64, help="of the adapter that comes then")
+    parser.add_argument("--rows", type=int, default=16, help="of its steps")
     parser.add_argument("--starts", type=int, default=2, help="the first one included")
     parser.add_argument("--child", action="store_true", help="be one start")
     parser.add_argument("--out", help="file for the JSON record")
@@ -72,11 +81,47 @@ def start(arguments: argparse.Namespace) -> dict[str, object]:
         device_cache=arguments.device_cache,
         **({} if arguments.layers is None else {"layers": arguments.layers}),
     )
+    ready = time.perf_counter()
     return {
         "gpu": torch.cuda.get_device_name(),
-        "seconds": round(time.perf_counter() - _BEGAN, 1),
+        "seconds": round(ready - _BEGAN, 1),
         "imports": round(imported - _BEGAN, 1),
         **{name: round(value, 1) for name, value in asdict(parts.captured).items()},
+        "first_adapter": first_adapter(parts, arguments.rank, arguments.rows),
+    }
+
+
+def first_adapter(parts: Parts, rank: int, rows: int) -> dict[str, object]:
+    """Milliseconds of the first steps with an adapter, and seconds to capture all that it needs."""
+    import torch
+
+    from benchmarks.bench_step import decode_plan
+    from benchmarks.gpu_models import random_prepared
+    from loramux.plan import SlotLoad
+    from loramux.types import Slot
+    from loramux.worker.inputs import build_inputs
+    from loramux.worker.later_graphs import PATIENCE
+
+    worker = parts.worker
+    prepared = random_prepared(worker, "first", rank, seed=0)
+    worker.install(prepared)
+    worker.apply([SlotLoad(Slot(0), prepared.adapter_id, generation=1)])
+    plan = decode_plan([0] * rows, context=256)
+    inputs = build_inputs(plan, {})
+    steps: list[float] = []
+    for _ in range(2 * PATIENCE):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        worker.forward(inputs, plan.sequences)
+        torch.cuda.synchronize()
+        steps.append(round(1000 * (time.perf_counter() - began), 1))
+    began, num_graphs = time.perf_counter(), 0
+    while worker.use_spare_time():
+        num_graphs += 1
+    return {
+        "steps_ms": steps,
+        "graphs": num_graphs,
+        "graphs_seconds": round(time.perf_counter() - began, 1),
     }
 
 
