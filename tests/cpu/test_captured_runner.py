@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-import torch
 from peft import LoraConfig
 from torch._dynamo.testing import CompileCounter
 from transformers import PreTrainedModel
@@ -17,9 +16,9 @@ from loramux.ops.triton_lora import TritonOps
 from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep
 from loramux.testing import tiny_model
-from loramux.worker import graphs
 from loramux.worker.captured_runner import CapturedRunner, CompiledOptions
 from tests.cpu import served
+from tests.cpu.captures import capture_without_gpu
 from tests.cpu.served import ADAPTERS, BASE, SLOTS, Served, part
 from tests.cpu.test_compiled_layers import CPU, PROMPT, OpaqueAttention
 from tests.cpu.test_experts import EXPERTS, build, per_expert, write
@@ -28,27 +27,11 @@ from tests.cpu.test_own_values import save
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
-class Again:
-    """Instead of a CUDA graph."""
-
-    def __init__(self, run: Callable[[], object]) -> None:
-        self.replay = run
-
-
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, result in {
-        "graph_pool_handle": None,
-        "Stream": None,
-        "synchronize": None,
-        "mem_get_info": (2**30, 2**31),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
-    monkeypatch.setattr(graphs, "rehearse", lambda run, stream: run())
-    monkeypatch.setattr(graphs, "capture", lambda run, stream, pool: Again(run))
+    capture_without_gpu(monkeypatch)
     # The interpreter compiles nothing.
     monkeypatch.setattr(TritonOps, "compiling", lambda self: nullcontext())
-    torch._dynamo.reset()
 
 
 class WithExperts(Served):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -27,23 +27,38 @@ from loramux.plan import StepPlan
 from loramux.worker import captured_runner, eager_runner
 from loramux.worker.captured_runner import CapturedRunner, CompiledOptions
 from loramux.worker.eager_runner import EagerRunner
-from loramux.worker.graphs import GraphKey, StepGraphs, buckets, mixed_buckets
+from loramux.worker.graphs import (
+    GraphKey,
+    KernelsOf,
+    StepGraphs,
+    buckets,
+    first_of_each,
+    mixed_buckets,
+)
 from loramux.worker.inputs import build_inputs
+from tests.cpu.captures import capture_without_gpu
 from tests.cpu.served import part
 
 SLOTS = FEW_ADAPTERS + 2
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_without_gpu(monkeypatch)
+
+
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
-    """Graphs of steps of up to 32 rows; none can be captured without a GPU."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    return make_graphs(lambda rows, few: bucket_of(ROW_BUCKETS, rows))
+def graphs() -> StepGraphs:
+    """Graphs of steps of up to 32 rows."""
+    return make_graphs(kernels_of)
 
 
-def make_graphs(kernels_of: Callable[[int, bool], Hashable]) -> StepGraphs:
+def kernels_of(num_rows: int, *, rank_bucket: int, few: bool) -> Hashable:
+    return bucket_of(ROW_BUCKETS, num_rows)
+
+
+def make_graphs(kernels_of: KernelsOf) -> StepGraphs:
     return StepGraphs(
         torch.zeros(32, 1), 128, lambda key: None, lambda key: torch.zeros(1, 1), kernels_of
     )
@@ -85,33 +100,39 @@ def test_few_slots_have_no_graphs_for_many_adapters(graphs: StepGraphs) -> None:
     assert {key.few for key in graphs.keys(Form.BESIDE, 16, num_slots=FEW_ADAPTERS)} == {True}
 
 
-def test_samples_stand_for_every_bucket_of_rows(graphs: StepGraphs) -> None:
-    samples = graphs.samples(Form.IN_PLACE, 64, num_slots=32)
-    assert {(key.form, key.rank_bucket) for key in samples} == {(Form.IN_PLACE, 64)}
-    captured = {(key.bucket, key.kind) for key in first_keys(graphs)}
-    assert {(key.bucket, key.kind) for key in samples} <= captured
-    for few in (False, True):
-        named = [bucket_of(ROW_BUCKETS, key.bucket) for key in samples if key.few is few]
-        assert sorted(named) == sorted({bucket_of(ROW_BUCKETS, bucket) for bucket, _ in captured})
-
-
-def test_samples_of_steps_without_adapters_are_such_as_there_are(graphs: StepGraphs) -> None:
-    samples = graphs.samples(Form.NONE, 0, num_slots=32)
-    assert {*samples} <= {*graphs.keys(Form.NONE, 0, num_slots=32)}
-
-
-@pytest.mark.parametrize("top_k", [2, 8])
-def test_samples_stand_for_every_set_of_kernels_of_experts(graphs: StepGraphs, top_k: int) -> None:
+@pytest.mark.parametrize("form", [Form.NONE, Form.BESIDE, Form.IN_PLACE])
+@pytest.mark.parametrize("top_k", [None, 2, 8])
+def test_samples_launch_all_that_steps_of_any_size_can(form: Form, top_k: int | None) -> None:
     ops = TritonOps(padded_rows={16: 16}, max_rank=64, device=CPU)
-    kernels_of = partial(ops.kernels_of, mixtures=[Mixture(8, top_k)], dtype=torch.bfloat16)
-    plain = graphs.samples(Form.BESIDE, 64, num_slots=32)
-    graphs = make_graphs(kernels_of)
-    samples = graphs.samples(Form.BESIDE, 64, num_slots=32)
-    found = [(key.few, kernels_of(key.bucket, key.few)) for key in samples]
-    assert len(set(found)) == len(found)
-    steps = graphs.keys(Form.BESIDE, 64, num_slots=32)
-    assert set(found) == {(key.few, kernels_of(key.bucket, key.few)) for key in steps}
-    assert len(samples) > len(plain), "of experts there are more"
+    mixtures = [] if top_k is None else [Mixture(8, top_k)]
+    kernels_of = partial(ops.kernels_of, mixtures=mixtures, dtype=torch.bfloat16)
+    graphs = StepGraphs(
+        torch.zeros(96, 1), 3000, lambda key: None, lambda key: torch.zeros(1, 1), kernels_of
+    )
+
+    def kernels(rows: int, few: bool) -> Hashable:
+        return few, kernels_of(rows, rank_bucket=64, few=few)
+
+    samples = graphs.samples(form, 64, num_slots=32)
+    assert {(key.form, key.rank_bucket) for key in samples} == {(form, 64)}
+    found = [kernels(key.bucket, key.few) for key in samples]
+    assert len(set(found)) == len(found), "what is compiled once more takes time"
+    mixes = (True,) if form is Form.NONE else (True, False)
+    assert set(found) == {kernels(rows, few) for rows in range(2, 3001) for few in mixes}
+    others = [key for key in samples if key.kind is StepKind.EAGER]
+    captured = graphs.keys(form, 64, num_slots=32)
+    assert {*samples} - {*others} <= {*captured}
+    assert not {kernels(key.bucket, key.few) for key in others} & {
+        kernels(key.bucket, key.few) for key in captured
+    }
+
+
+@pytest.mark.parametrize("last", [*range(8, 20)])
+def test_the_first_of_each_is_found(last: int) -> None:
+    assert first_of_each(lambda size: size // 5, 3, last) == [
+        3,
+        *(size for size in (5, 10, 15) if size <= last),
+    ]
 
 
 def test_what_any_adapter_needs_is_compiled_at_start(
@@ -128,8 +149,6 @@ def test_what_any_adapter_needs_is_compiled_at_start(
 
     monkeypatch.setattr(graphs, "rehearse", rehearse)
     monkeypatch.setattr(graphs, "capture", shown.append)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(runner, "_graphs", graphs)
     monkeypatch.setattr(captured_runner, "alike_left_out", lambda model, runs: nullcontext())
 
@@ -178,6 +197,9 @@ class Base:
     @property
     def model(self) -> Base:
         return self
+
+    def modules(self) -> list[object]:
+        return []
 
     def __call__(self, *, input_ids: torch.Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=torch.zeros(1, input_ids.shape[1], 5))

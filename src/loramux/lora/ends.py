@@ -132,6 +132,14 @@ class AdaptedHead(Wrapper):
             wide[0, rows, : logits.shape[-1]] = logits
         return wide
 
+    def rehearse(self, num_rows: int, *, few: bool) -> None:
+        """Launch LoRA for rows of which none has any, for what is made at a first launch."""
+        ctx = self.context
+        ctx.own.head_routing.fill([], [], num_rows, few=few)
+        x = ctx.arena.new_zeros(num_rows, self.site.in_features)
+        y = ctx.arena.new_zeros(num_rows, self.vocab_size)
+        ctx.ops.lora_add_(y, x, self.site, ctx.arena, ctx.tables, ctx.own.head_routing)
+
     def _has_grown(self, own: OwnModule) -> bool:
         """Whether this is a head for more tokens than the base's, as a whole and without LoRA."""
         weight = own.parameters.get("weight")

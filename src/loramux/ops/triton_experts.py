@@ -75,15 +75,16 @@ class TritonExperts:
         self.number = register_experts(self)
 
     def kernels_of(
-        self, num_tokens: int, mixture: Mixture, dtype: torch.dtype, *, few: bool
+        self, num_tokens: int, mixture: Mixture, dtype: torch.dtype, *, rank_bucket: int, few: bool
     ) -> Hashable:
-        """The same for sizes that are computed by the same kernels."""
+        """The same for sizes that are computed by the same kernels; for more tokens it never comes
+        back to what it was for fewer."""
         num_pairs, num_experts = num_tokens * mixture.top_k, mixture.num_experts
         rows = run_rows(num_pairs, num_experts, few=few)
         return (
             product_tiles(num_pairs, num_experts, dtype.itemsize, self._step.shared_bytes),
             rows,
-            expert_lora_tiles(_LONG_ROW, num_pairs, self._step.rank_bucket, rows),
+            expert_lora_tiles(_LONG_ROW, num_pairs, rank_bucket, rows),
             added_by_pair(num_pairs, num_experts, few=few),
             combine_warps(num_pairs),
             routing_kernels(num_pairs),

@@ -21,7 +21,7 @@ from loramux.ops.lora_launches import (
     run_kernel,
 )
 from loramux.ops.opaque import register_lora
-from loramux.ops.tiles import MAX_SLICES, DefaultTiles, TileChooser, launches_of
+from loramux.ops.tiles import MAX_SLICES, DefaultTiles, TileChooser, block_rows_of, launches_of
 from loramux.ops.triton_experts import TritonExperts
 from loramux.ops.tuning import ROW_BUCKETS, bucket_of
 
@@ -86,12 +86,23 @@ class TritonOps:
         return self._step.compiling()
 
     def kernels_of(
-        self, num_rows: int, few: bool, *, mixtures: Collection[Mixture], dtype: torch.dtype
+        self,
+        num_rows: int,
+        *,
+        rank_bucket: int,
+        few: bool,
+        mixtures: Collection[Mixture] = (),
+        dtype: torch.dtype,
     ) -> Hashable:
+        """The same for steps that launch the same kernels, if their form is the same.
+
+        For more rows it never comes back to what it was for fewer.
+        """
         experts = (
-            self._experts.kernels_of(num_rows, mixture, dtype, few=few) for mixture in mixtures
+            self._experts.kernels_of(num_rows, mixture, dtype, rank_bucket=rank_bucket, few=few)
+            for mixture in mixtures
         )
-        return (bucket_of(ROW_BUCKETS, num_rows), *experts)
+        return (bucket_of(ROW_BUCKETS, num_rows), block_rows_of(num_rows, few), *experts)
 
     def lora_add_(
         self, y: Tensor, x: Tensor, site: Site, arena: Tensor, tables: SlotTables, routing: Routing

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from loramux.lora.ends import AdaptedHead
 from loramux.lora.layers import Form, LoraContext
 from loramux.lora.routing import Routing
 from loramux.model.compile import MIN_ROWS, compile_layers
@@ -26,7 +27,7 @@ from loramux.ops.expert_tiles import Mixture
 from loramux.ops.interface import LoraOps
 from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep
-from loramux.worker.graphs import GraphKey, StepGraphs, mixed_buckets, num_rows
+from loramux.worker.graphs import GraphKey, StepGraphs, first_of_each, mixed_buckets, num_rows
 from loramux.worker.inputs import StepInputs
 from loramux.worker.later_graphs import LaterGraphs
 from loramux.worker.runner import Captured, Computed, Progress, mix_of
@@ -54,9 +55,15 @@ class CompiledOps(LoraOps, Protocol):
         ...
 
     def kernels_of(
-        self, num_rows: int, few: bool, *, mixtures: Collection[Mixture], dtype: torch.dtype
+        self,
+        num_rows: int,
+        *,
+        rank_bucket: int,
+        few: bool,
+        mixtures: Collection[Mixture] = (),
+        dtype: torch.dtype,
     ) -> Hashable:
-        """The same for steps that launch the same kernels, if rank bucket and form are the same."""
+        """As ``graphs.KernelsOf`` has it, for a model with layers of these mixtures."""
         ...
 
 
@@ -94,6 +101,7 @@ class CapturedRunner:
         """``runs``: decoder layers that run as one (``model.stack``); ``mixtures``: kinds of layers
         with experts."""
         device = base.model.device
+        self._max_step_tokens = max_step_tokens
         max_rows = max(max_step_tokens, MIN_ROWS)
         self._base = base
         self._backend = backend
@@ -149,6 +157,7 @@ class CapturedRunner:
         with self._ops.compiling(), alike_left_out(self._base.model, self._runs):
             for key in progress("compiling", self._samples(self._graphs)):
                 self._graphs.rehearse(key)
+            self._rehearse_head()
         compiled = time.perf_counter()
         keys = self.first_graphs
         for key in progress("capturing graphs", keys):
@@ -184,6 +193,19 @@ class CapturedRunner:
     @torch.inference_mode()
     def use_spare_time(self) -> bool:
         return self._later is not None and self._later.capture_next()
+
+    def _rehearse_head(self) -> None:
+        """Launch what LoRA on the head can, which empty steps do not."""
+        for head in self._base.model.modules():
+            if not isinstance(head, AdaptedHead):
+                continue
+            for rank_bucket, few in itertools.product(self._ops.rank_buckets, (True, False)):
+                self._ops.begin_step(rank_bucket, few=few)
+                kernels = partial(
+                    self._ops.kernels_of, rank_bucket=rank_bucket, few=few, dtype=self._base.dtype
+                )
+                for rows in first_of_each(kernels, 1, self._max_step_tokens):
+                    head.rehearse(rows, few=few)
 
     def use_attention(self, backend: AttentionBackend) -> None:
         assert not self._settled, "captured steps hold the addresses of the backend before"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +50,27 @@ def buckets(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max(max_num_seqs, MIN_ROWS)]
 
 
+class KernelsOf(Protocol):
+    def __call__(self, num_rows: int, *, rank_bucket: int, few: bool) -> Hashable:
+        """The same for steps that launch the same kernels, if their form is the same.
+
+        For more rows it never comes back to what it was for fewer.
+        """
+        ...
+
+
+def first_of_each(kernels: Callable[[int], Hashable], low: int, high: int) -> list[int]:
+    """The least of the sizes ``low … high`` for each that ``kernels`` gives, which never comes back
+    to what it was."""
+    if kernels(low) == kernels(high):
+        return [low]
+    middle = (low + high) // 2
+    left, right = first_of_each(kernels, low, middle), first_of_each(kernels, middle + 1, high)
+    if kernels(left[-1]) == kernels(right[0]):
+        del right[0]
+    return left + right
+
+
 class StepGraphs:
     """Captures steps and replays them.
 
@@ -61,12 +84,11 @@ class StepGraphs:
         max_step_tokens: int,
         prepare: Callable[[GraphKey], None],
         forward: Callable[[GraphKey], Tensor],
-        kernels_of: Callable[[int, bool], Hashable],
+        kernels_of: KernelsOf,
     ) -> None:
         """``prepare`` sets buffers up for an empty step of a key; ``forward`` computes its logits
-        ``[rows, vocab]`` from the buffers; ``logits [most rows, vocab]`` is where they go.
-        ``kernels_of`` gives the same for rows, and few adapters or many, that launch the same
-        kernels."""
+        ``[rows, vocab]`` from the buffers; ``logits [most rows, vocab]`` is where they go."""
+        self._max_rows = max_step_tokens
         self._buckets = {
             StepKind.DECODE: buckets(logits.shape[0]),
             StepKind.MIXED: mixed_buckets(max_step_tokens),
@@ -93,13 +115,17 @@ class StepGraphs:
         ]
 
     def samples(self, form: Form, rank_bucket: int, num_slots: int) -> list[GraphKey]:
-        """One key for every set of kernels that steps of a form and a rank bucket may launch: the
-        largest of those that launch it."""
-        largest: dict[Hashable, GraphKey] = {}
-        for key in self.keys(form, rank_bucket, num_slots):
-            kernels = key.few, self._kernels_of(key.bucket, key.few)
-            largest[kernels] = max(largest.get(kernels, key), key, key=num_rows)
-        return list(largest.values())
+        """Steps of a form and a rank bucket that together launch whatever such a step can: ones
+        that are captured, and ones of other sizes where these launch something else."""
+        found: list[GraphKey] = []
+        graphs = self.keys(form, rank_bucket, num_slots)
+        for few in {key.few for key in graphs}:
+            kernels = partial(self._kernels_of, rank_bucket=rank_bucket, few=few)
+            captured = {kernels(key.bucket): key for key in graphs if key.few is few}
+            for rows in first_of_each(kernels, MIN_ROWS, self._max_rows):
+                other = GraphKey(rows, form, rank_bucket, few, StepKind.EAGER)
+                found.append(captured.get(kernels(rows), other))
+        return found
 
     def rehearse(self, key: GraphKey) -> None:
         """Run an empty step once, for what is made at a first call."""
