@@ -100,7 +100,6 @@ def first_adapter(parts: Parts, rank: int, rows: int) -> dict[str, object]:
     from loramux.plan import SlotLoad
     from loramux.types import Slot
     from loramux.worker.inputs import build_inputs
-    from loramux.worker.later_graphs import PATIENCE
 
     worker = parts.worker
     prepared = random_prepared(worker, "first", rank, seed=0)
@@ -109,7 +108,7 @@ def first_adapter(parts: Parts, rank: int, rows: int) -> dict[str, object]:
     plan = decode_plan([0] * rows, context=256)
     inputs = build_inputs(plan, {})
     steps: list[float] = []
-    for _ in range(2 * PATIENCE):
+    for _ in range(8):
         torch.cuda.synchronize()
         began = time.perf_counter()
         worker.forward(inputs, plan.sequences)

@@ -11,7 +11,7 @@ from loramux.worker.graphs import GraphKey, StepGraphs
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 4
+PATIENCE = 3
 """The step with which a graph that steps have missed is captured at once: by then they have lost
 about as much time as that takes."""
 
