@@ -11,14 +11,17 @@ long it takes to capture all of its graphs in spare time.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from loramux.engine.build import Parts
@@ -26,6 +29,15 @@ if TYPE_CHECKING:
 _BEGAN = time.perf_counter()
 
 SHAPES = ("llama-8b", "qwen3-30b-a3b")
+
+PARTS = {
+    "host memory locked": ("loramux.engine.build", "host_memory_for"),
+    "model examined": ("loramux.engine.build", "examine"),
+    "worker made": ("loramux.engine.build", "Worker"),
+    "largest step measured": ("loramux.engine.build", "measure"),
+    "self-check": ("loramux.engine.build", "self_check"),
+}
+"""What a start calls once, by module and name."""
 
 
 def main() -> None:
@@ -73,6 +85,7 @@ def start(arguments: argparse.Namespace) -> dict[str, object]:
     from benchmarks.gpu_models import llama_engine, qwen_moe_engine
 
     imported = time.perf_counter()
+    parts_seconds = clocked()
     engine = {"llama-8b": llama_engine, "qwen3-30b-a3b": qwen_moe_engine}[arguments.shape]
     parts = engine(
         max_loras=arguments.slots,
@@ -87,8 +100,28 @@ def start(arguments: argparse.Namespace) -> dict[str, object]:
         "seconds": round(ready - _BEGAN, 1),
         "imports": round(imported - _BEGAN, 1),
         **{name: round(value, 1) for name, value in asdict(parts.captured).items()},
+        "parts": {name: round(value, 1) for name, value in parts_seconds.items()},
         "first_adapter": first_adapter(parts, arguments.rank, arguments.rows),
     }
+
+
+def clocked() -> dict[str, float]:
+    """Seconds of each of ``PARTS``, filled in as they are called."""
+    seconds: dict[str, float] = {}
+    for part, (module, name) in PARTS.items():
+        holder = importlib.import_module(module)
+        setattr(holder, name, partial(_timed, seconds, part, getattr(holder, name)))
+    return seconds
+
+
+def _timed(
+    seconds: dict[str, float], part: str, called: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    began = time.perf_counter()
+    try:
+        return called(*args, **kwargs)
+    finally:
+        seconds[part] = time.perf_counter() - began
 
 
 def first_adapter(parts: Parts, rank: int, rows: int) -> dict[str, object]:
