@@ -115,6 +115,20 @@ def test_commands_use_options_that_there_are(where: str) -> None:
     assert set(options) - serve_options() == set()
 
 
+def test_what_is_compiled_at_a_start_outlives_it() -> None:
+    unit = (DEPLOY / "loramux.service").read_text(encoding="utf-8")
+    kept = re.search(r"^CacheDirectory=(\S+)$", unit, re.MULTILINE)
+    assert kept is not None
+    assert f"Environment=XDG_CACHE_HOME=/var/cache/{kept[1]}" in unit
+    dockerfile = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    [home] = {*re.findall(r"XDG_CACHE_HOME=(\S+)", dockerfile)}
+    [container] = pod()["containers"]
+    [compose] = yaml_of("compose.yaml")
+    mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert home in mounts
+    assert f"state:{home}" in compose["services"]["loramux"]["volumes"]
+
+
 def pod() -> dict[str, Any]:
     deployment, _ = yaml_of("kubernetes.yaml")
     return deployment["spec"]["template"]["spec"]

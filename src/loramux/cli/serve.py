@@ -14,6 +14,7 @@ from loramux.adapters.registry import Registry
 from loramux.cli.logs import setup_logging
 from loramux.cli.options import parse_adapters, with_options
 from loramux.config import EngineOptions, ServerOptions
+from loramux.engine.own_process import keep_compiled
 from loramux.errors import EngineStopped
 from loramux.server.key_file import read_keys
 from loramux.server.key_watch import watching_keys
@@ -97,6 +98,7 @@ def build_service(
 ) -> Service:
     """Make the engine, in a process of its own. Raises LoramuxError."""
     setup_logging(log_format)
+    keep_compiled(os.environ)
     place = None if registry is None else Registry(registry)
 
     from loramux.engine import build
