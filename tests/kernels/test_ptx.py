@@ -7,16 +7,13 @@ which cost a factor of three to six.
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.adapter_files import REPOSITORY
 from tests.kernels.compile_ptx import SEGMENTS
+from tests.kernels.scripts import said_by
 
 SITES = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -45,21 +42,7 @@ def compiled(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The kernels, compiled in a process without the interpreter."""
     names = SITES if request.config.getoption("--all") else SAMPLED
     wanted = {"sites": {name: SITES[name] for name in names}, "ranks": RANKS}
-    return _said_by("compile_ptx", json.dumps(wanted))
-
-
-def _said_by(script: str, argument: str) -> dict[str, Any]:
-    """What a neighbouring script prints, run without the interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"tests.kernels.{script}", argument],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=REPOSITORY,
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return said_by("compile_ptx", json.dumps(wanted))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +80,7 @@ STEPS = [2, 64, 8192]
 @pytest.fixture(scope="module")
 def compiled_experts() -> dict[str, dict[str, Any]]:
     """The kernels of experts by name, tokens of the step and dtype."""
-    return _said_by("compile_experts", json.dumps(EXPERTS | {"tokens": STEPS, "rank": 16}))
+    return said_by("compile_experts", json.dumps(EXPERTS | {"tokens": STEPS, "rank": 16}))
 
 
 @pytest.mark.parametrize("tokens", STEPS)
@@ -126,7 +109,7 @@ def test_the_experts_tiles_fit_a_small_gpu_even_in_float32(
 @pytest.fixture(scope="module")
 def compiled_sampling() -> dict[str, Any]:
     """The sampling kernel by the type of its scores, for Llama 3's vocabulary."""
-    return _said_by("compile_sampling", "128256")
+    return said_by("compile_sampling", "128256")
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])

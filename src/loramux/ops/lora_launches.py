@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from loramux.ops.compile_ahead import compiled_ahead
 from loramux.ops.interface import DeviceSegments
 from loramux.ops.layout import ALIGN_BYTES, pad
 from loramux.ops.tiles import LEAST_SHARED, MAX_SLICES, Tiles, rank_buckets
@@ -36,17 +35,6 @@ def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: A
 def compile_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Instead of a launch: have the kernel compiled that it would run."""
     kernel.warmup(*arguments, grid=grid, **options)
-
-
-@contextmanager
-def compiled_at_once(*, ignore_errors: bool = False) -> Iterator[None]:
-    """What ``compile_kernel`` is asked for inside is there at the end: as many kernels are compiled
-    at a time as there are processors. With ``ignore_errors`` what fails is left out."""
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-        triton.AsyncCompileMode(pool, ignore_errors=ignore_errors),
-    ):
-        yield
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -90,7 +78,7 @@ class StepLaunches:
         """What is launched inside does not run: its kernels are compiled, many at a time."""
         run, self.run = self.run, compile_kernel
         try:
-            with compiled_at_once():
+            with compiled_ahead():
                 yield
         finally:
             self.run = run

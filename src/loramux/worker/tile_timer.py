@@ -20,12 +20,12 @@ from loramux.adapters.spec import ModuleShape
 from loramux.lora.routing import Routing
 from loramux.lora.slots import SlotTables
 from loramux.lora.weights import block_bytes, plain_placements
+from loramux.ops.compile_ahead import compiled_at_once
 from loramux.ops.interface import Site, Slice
 from loramux.ops.layout import ALIGN_BYTES
 from loramux.ops.lora_launches import (
     Launch,
     compile_kernel,
-    compiled_at_once,
     run_kernel,
     side_stream,
 )
