@@ -24,6 +24,7 @@ def capture_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "Stream": None,
         "synchronize": None,
         "mem_get_info": (2**30, 2**31),
+        "memory_reserved": 0,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
     monkeypatch.setattr(graphs, "rehearse", lambda run, stream: run())

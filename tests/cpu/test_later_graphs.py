@@ -37,11 +37,19 @@ class Graphs:
         return {(key.form, key.rank_bucket) for key in self.captured}
 
 
+class Device:
+    """Bytes of a GPU."""
+
+    free = 4 * 2**30
+    reserved = 2**30
+    """By torch."""
+
+
 @pytest.fixture(autouse=True)
-def free(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of the GPU that are free."""
-    found = [2**30]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (found[0], 2**31))
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    found = Device()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (found.free, 8 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: found.reserved)
     return found
 
 
@@ -105,15 +113,41 @@ def test_a_graph_that_steps_go_on_missing_is_captured_at_once() -> None:
 
 
 def test_a_full_gpu_gets_no_more_graphs_and_says_so_once(
-    free: list[int], caplog: pytest.LogCaptureFixture
+    device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     graphs = Graphs()
     found = later(graphs)
     found.expect(64, has_gain=False)
-    free[0] = 2**20
+    device.free = 2**20
     key = graphs.keys(Form.BESIDE, 64, 4)[0]
     assert not any(found.is_there(key) for _ in range(3 * PATIENCE))
     use_all_time(found)
     assert graphs.captured == []
     assert len(caplog.records) == 1
     assert "--gpu-memory" in caplog.text
+    device.free = 2**30
+    assert found.is_there(key)
+
+
+def test_graphs_leave_the_largest_step_its_memory(device: Device) -> None:
+    """Torch keeps what a step has taken, so it is to be free only until such a step has come."""
+    graphs = Graphs()
+    found = LaterGraphs(graphs, num_slots=4, step_bytes=3 * 2**30)  # type: ignore[arg-type]
+    capture, graph_bytes = graphs.capture, 300 * 2**20
+
+    def take(key: GraphKey) -> None:
+        capture(key)
+        device.free -= graph_bytes
+        device.reserved += graph_bytes
+
+    graphs.capture = take  # type: ignore[method-assign]
+    found.expect(64, has_gain=False)
+    use_all_time(found)
+    assert len(graphs.captured) == 2, "a third one would have left less"
+    device.free -= 3 * 2**30
+    device.reserved += 3 * 2**30
+    use_all_time(found)
+    assert len(graphs.captured) == 2, "that is still as much as before"
+    device.free += graph_bytes
+    use_all_time(found)
+    assert len(graphs.captured) == 3

@@ -242,7 +242,7 @@ def assemble(
             attention = _attention(backends, num_blocks)
             worker.use_attention(attention)
             give_back_unused()
-    captured = worker.warm_up(_progress)
+    captured = worker.warm_up(_progress, step_bytes=0 if use is None else use.step)
     if options.model.self_check:
         worst = self_check(
             model,

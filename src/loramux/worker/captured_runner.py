@@ -146,7 +146,7 @@ class CapturedRunner:
         return sorted([*base, *beside], key=num_rows, reverse=True)
 
     @torch.inference_mode()
-    def warm_up(self, progress: Progress) -> Captured:
+    def warm_up(self, progress: Progress, *, step_bytes: int = 0) -> Captured:
         """Capture what most steps need."""
         self._settled = True
         if self._graphs is None:
@@ -162,7 +162,8 @@ class CapturedRunner:
         keys = self.first_graphs
         for key in progress("capturing graphs", keys):
             self._graphs.capture(key)
-        self._later = LaterGraphs(self._graphs, self._context.tables.num_slots)
+        num_slots = self._context.tables.num_slots
+        self._later = LaterGraphs(self._graphs, num_slots, step_bytes=step_bytes)
         torch.cuda.synchronize()
         captured = Captured(
             num_graphs=len(keys),

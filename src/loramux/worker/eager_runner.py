@@ -55,7 +55,7 @@ class EagerRunner:
     def first_graphs(self) -> list[GraphKey]:
         return []
 
-    def warm_up(self, progress: Progress) -> Captured:
+    def warm_up(self, progress: Progress, *, step_bytes: int = 0) -> Captured:
         """Nothing is kept from one step to the next."""
         return Captured()
 

@@ -16,7 +16,7 @@ PATIENCE = 3
 about as much time as that takes."""
 
 _ROOM = 2**29
-"""Bytes of device memory that must be free for another graph: steps need some, too."""
+"""Bytes of device memory that stay free, whatever graphs there could be."""
 
 
 class LaterGraphs:
@@ -27,14 +27,18 @@ class LaterGraphs:
     done, or when enough of them have come.
     """
 
-    def __init__(self, graphs: StepGraphs, num_slots: int) -> None:
+    def __init__(self, graphs: StepGraphs, num_slots: int, *, step_bytes: int = 0) -> None:
+        """``step_bytes``: device memory that the largest step takes and gives back."""
         self._graphs = graphs
         self._num_slots = num_slots
+        self._step_bytes = step_bytes
+        self._own_bytes = torch.cuda.memory_reserved()
+        """Of what torch has of the device, all but what it keeps of steps since the start."""
         self._misses: dict[GraphKey, int] = {}
         """Graphs that are missing, and how many steps have missed them."""
         self._plain: set[int] = set()
         self._with_gain: set[int] = set()
-        self._is_full = False
+        self._has_warned = False
 
     def expect(self, rank_bucket: int, *, has_gain: bool) -> None:
         """Adapters of a rank bucket, with DoRA or without, may take part in steps from now on."""
@@ -68,16 +72,21 @@ class LaterGraphs:
         return key is not None and self._capture(key)
 
     def _capture(self, key: GraphKey) -> bool:
-        """False where memory is short, or has been."""
-        if self._is_full:
-            return False
-        if torch.cuda.mem_get_info()[0] < _ROOM:
-            self._is_full = True
-            log.warning(
-                "the GPU's memory is too full for more graphs: steps of DoRA or of larger ranks "
-                "run without; start with a smaller --gpu-memory"
-            )
+        """False where the largest step would not find its memory any more."""
+        reserved = torch.cuda.memory_reserved()
+        kept_of_steps = reserved - self._own_bytes
+        if torch.cuda.mem_get_info()[0] < max(self._step_bytes - kept_of_steps, 0) + _ROOM:
+            self._warn()
             return False
         self._graphs.capture(key)
+        self._own_bytes += torch.cuda.memory_reserved() - reserved
         del self._misses[key]
         return True
+
+    def _warn(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the GPU has no memory for more graphs: steps of DoRA or of larger ranks run "
+                "without, a few times as slow; start with a smaller --gpu-memory or --kv-cache"
+            )

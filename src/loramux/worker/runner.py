@@ -57,8 +57,11 @@ class Runner(Protocol):
         """What ``warm_up`` captures."""
         ...
 
-    def warm_up(self, progress: Progress) -> Captured:
-        """Do at start what the first steps would have to wait for."""
+    def warm_up(self, progress: Progress, *, step_bytes: int = 0) -> Captured:
+        """Do at start what the first steps would have to wait for.
+
+        ``step_bytes`` of the device's memory are left to steps by what is captured later.
+        """
         ...
 
     def expect(self, max_rank: int, *, has_gain: bool) -> None:

@@ -298,11 +298,14 @@ class Worker:
         with self._transfers.step(slots):
             return self._runner.run(inputs, sequences, self._last_tokens.token_ids)
 
-    def warm_up(self, progress: Progress) -> Captured:
-        """Compile and capture what steps will need; little to do where neither is done."""
+    def warm_up(self, progress: Progress, *, step_bytes: int = 0) -> Captured:
+        """Compile and capture what steps will need; little to do where neither is done.
+
+        ``step_bytes``: device memory that the largest step takes and gives back.
+        """
         base = self._base
         self._sampler.warm_up(base.vocab_size, base.dtype, base.model.device)
-        return self._runner.warm_up(progress)
+        return self._runner.warm_up(progress, step_bytes=step_bytes)
 
     def _base_weight(self, module: int) -> Tensor:
         if module < len(self._linears):
