@@ -280,7 +280,7 @@ class EngineService:
             wait = wait and not self._core.can_step
 
     def _next_command(self) -> Command | None:
-        """Wait for a command; time is spared once that takes longer than a short pause."""
+        """Wait for a command; what takes longer than a short pause is put to use."""
         timeout: float | None = _PAUSE_SECONDS
         while True:
             try:

@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import signal
 import sys
 from typing import IO, Any, NamedTuple
 
@@ -64,6 +65,8 @@ def main(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Ctrl-C goes to all processes of a terminal; this one ends with its input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whatever is printed on the way is no answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

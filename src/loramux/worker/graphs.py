@@ -51,6 +51,8 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 class KernelsOf(Protocol):
+    """Tells steps of one size from those of another by the kernels that they launch."""
+
     def __call__(self, num_rows: int, *, rank_bucket: int, few: bool) -> Hashable:
         """The same for steps that launch the same kernels, if their form is the same.
 
@@ -157,4 +159,5 @@ def _mixes(bucket: int, num_slots: int) -> tuple[bool, ...]:
 
 
 def num_rows(key: GraphKey) -> int:
+    """Of its steps, padding included."""
     return key.bucket
