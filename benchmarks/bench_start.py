@@ -31,7 +31,6 @@ _BEGAN = time.perf_counter()
 SHAPES = ("llama-8b", "qwen3-30b-a3b")
 
 PARTS = {
-    "host memory locked": ("loramux.engine.build", "host_memory_for"),
     "model examined": ("loramux.engine.build", "examine"),
     "worker made": ("loramux.engine.build", "Worker"),
     "largest step measured": ("loramux.engine.build", "measure"),

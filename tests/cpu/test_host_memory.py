@@ -48,6 +48,7 @@ def block(size: int, value: float = 0.0) -> HostBlock:
 
 def test_blocks_stand_in_the_memory_locked_at_start(runtime: FakeRuntime) -> None:
     memory = PinnedMemory(4096)
+    memory.wait()
     (start,) = runtime.locked
     kept = [memory.keep(block(500, value)) for value in (0.0, 7.0)]
     for one, value in zip(kept, (0.0, 7.0), strict=True):
@@ -104,8 +105,38 @@ def test_memory_is_unlocked_when_nothing_of_it_is_held(runtime: FakeRuntime) -> 
 
 def test_memory_that_cannot_be_locked_is_said_with_the_remedy(runtime: FakeRuntime) -> None:
     runtime.status = 2
-    with pytest.raises(ConfigError, match=r"4,096 bytes.*error 2.*--host-cache"):
-        PinnedMemory(4096)
+    memory = PinnedMemory(4096)
+    for use in (memory.wait, lambda: memory.keep(block(8))):
+        with pytest.raises(ConfigError, match=r"4,096 bytes.*error 2.*--host-cache"):
+            use()
+
+
+def test_memory_that_is_not_there_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(host_memory.mmap, "mmap", refuse)
+    with pytest.raises(ConfigError, match=r"4,096 bytes.*Cannot allocate.*--host-cache"):
+        PinnedMemory(4096).wait()
+
+
+def test_memory_is_locked_while_others_go_on(
+    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    register = runtime.cudaHostRegister
+
+    def slowly(address: int, num_bytes: int, flags: int) -> int:
+        assert gate.wait(10)
+        return register(address, num_bytes, flags)
+
+    monkeypatch.setattr(runtime, "cudaHostRegister", slowly)
+    memory = PinnedMemory(4096)
+    memory.wait(timeout=0)
+    assert not runtime.locked
+    gate.set()
+    assert torch.equal(memory.keep(block(500)).whole, block(500).whole)
+    assert len(runtime.locked) == 1
 
 
 def test_many_threads_get_parts_of_their_own() -> None:

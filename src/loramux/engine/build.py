@@ -208,6 +208,7 @@ def assemble(
     arena = _arena(model, anatomy, largest, options)
     host_bytes = options.adapters.host_bytes(arena.num_bytes)
     read_bytes = max(arena.slot_bytes, 0 if largest is None else largest.num_bytes)
+    host_memory = host_memory_for(device, host_bytes + _READ_AT_ONCE * read_bytes)
     backends = choose_backends(model, anatomy, limits, options)
     kv = KvSizes.of(
         anatomy.attention,
@@ -225,7 +226,7 @@ def assemble(
         backends.ops,
         num_slots=num_slots,
         arena_bytes=arena.num_bytes,
-        host_memory=host_memory_for(device, host_bytes + _READ_AT_ONCE * read_bytes),
+        host_memory=host_memory,
         max_step_tokens=limits.max_step_tokens,
         max_rank=options.adapters.max_rank,
         lenient=options.adapters.lenient,
@@ -242,7 +243,9 @@ def assemble(
             attention = _attention(backends, num_blocks)
             worker.use_attention(attention)
             give_back_unused()
+    host_memory.wait(timeout=0)  # what has failed by now need not wait for compilers
     captured = worker.warm_up(_progress, step_bytes=0 if use is None else use.step)
+    host_memory.wait()
     if options.model.self_check:
         worst = self_check(
             model,

@@ -55,12 +55,22 @@ class HostMemory(Protocol):
         """The same block where it is to stay. Raises ConfigError where there is no room for it."""
         ...
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it is ready, after ``timeout`` seconds at the latest.
+
+        Raises ConfigError where there cannot be so much.
+        """
+        ...
+
 
 class OrdinaryMemory:
     """Leaves blocks where they are: what computes on a CPU reads them anywhere."""
 
     def keep(self, block: HostBlock) -> HostBlock:
         return block
+
+    def wait(self, timeout: float | None = None) -> None:
+        pass
 
 
 class PinnedMemory:
@@ -72,22 +82,34 @@ class PinnedMemory:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises ConfigError if so much cannot be locked."""
-        size = -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-        self._locked = _Locked(size)
-        self._extents = Extents(size)
+        """Begins to lock it, in a thread: that takes a second for 4 GiB."""
+        self.num_bytes = -(-num_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        self._locked: _Locked | None = None
+        self._problem: Exception | None = None
+        self._extents = Extents(self.num_bytes)
         self._lock = threading.Lock()
         self._returned: deque[Sequence[Extent]] = deque()
         """Of blocks that nobody holds any more. Whoever drops one may hold any lock, so it is only
         noted here, which needs none."""
         self.num_beside = 0
         """Blocks that found no room."""
+        self._locking = threading.Thread(target=self._lock_all, name="loramux-pin", daemon=True)
+        self._locking.start()
 
-    @property
-    def num_bytes(self) -> int:
-        return self._locked.bytes.numel()
+    def wait(self, timeout: float | None = None) -> None:
+        self._locking.join(timeout)
+        if self._problem is not None:
+            raise self._problem
+
+    def _lock_all(self) -> None:
+        try:
+            self._locked = _Locked(self.num_bytes)
+        except Exception as problem:  # for those who wait
+            self._problem = problem
 
     def keep(self, block: HostBlock) -> HostBlock:
+        self.wait()
+        assert self._locked is not None
         extents = self._take(block.num_bytes)
         if extents is None:
             return self._keep_beside(block)
@@ -142,7 +164,13 @@ class _Locked:
 
     def __init__(self, num_bytes: int) -> None:
         """Raises ConfigError if so many cannot be locked."""
-        pages = mmap.mmap(-1, max(num_bytes, 1))
+        try:
+            pages = mmap.mmap(-1, max(num_bytes, 1))
+        except OSError as error:
+            raise ConfigError(
+                f"{num_bytes:,} bytes of host memory for adapters cannot be had ({error}): start "
+                "with a smaller --host-cache"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to find and lock
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
