@@ -182,6 +182,9 @@ class NotingOps(ReferenceOps):
     def bucket_of(self, max_rank: int) -> int:
         return 16 if max_rank <= 16 else 64
 
+    def kernels_of(self, num_rows: int, **_: object) -> None:
+        pass
+
     @contextmanager
     def compiling(self) -> Iterator[None]:
         self.compiles = True
@@ -265,7 +268,10 @@ def test_a_step_is_set_up_for_as_many_adapters_as_it_has(
 ) -> None:
     plan = step(slots, tokens)
     inputs = build_inputs(plan, {})
-    for runner in (captured(context, monkeypatch), EagerRunner(Base(), Base(), context)):  # type: ignore[arg-type]
+    for runner in (
+        captured(context, monkeypatch),
+        EagerRunner(Base(), Base(), context, max_step_tokens=64),
+    ):  # type: ignore[arg-type]
         runner.run(inputs, plan.sequences, torch.zeros(1, dtype=torch.int64))
         rows = len(inputs.token_ids)
         capacity = min(rows, (FEW_ADAPTERS if few else SLOTS) + 1 + rows // 16)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from loramux.lora.layers import LoraContext
+from loramux.lora.layers import LoraContext, rehearse_site
 from loramux.lora.own import OwnModule, Rows
 from loramux.lora.wrapper import Wrapper
 from loramux.ops.interface import Site, Slice
@@ -134,11 +134,9 @@ class AdaptedHead(Wrapper):
 
     def rehearse(self, num_rows: int, *, few: bool) -> None:
         """Launch LoRA for rows of which none has any, for what is made at a first launch."""
-        ctx = self.context
-        ctx.own.head_routing.fill([], [], num_rows, few=few)
-        x = ctx.arena.new_zeros(num_rows, self.site.in_features)
-        y = ctx.arena.new_zeros(num_rows, self.vocab_size)
-        ctx.ops.lora_add_(y, x, self.site, ctx.arena, ctx.tables, ctx.own.head_routing)
+        routing = self.context.own.head_routing
+        routing.fill([], [], num_rows, few=few)
+        rehearse_site(self.site, self.context, routing, num_rows)
 
     def _has_grown(self, own: OwnModule) -> bool:
         """Whether this is a head for more tokens than the base's, as a whole and without LoRA."""

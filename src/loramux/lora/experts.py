@@ -159,6 +159,10 @@ class GroupedExperts(nn.Module):
     All that is particular to one layer is a tensor, so that layers share their compilation.
     """
 
+    gate_up: Tensor
+    down: Tensor
+    arena: Tensor
+
     def __init__(
         self, experts: nn.Module, first: int, context: LoraContext, activation: str
     ) -> None:
@@ -193,6 +197,15 @@ class GroupedExperts(nn.Module):
             self.form.value is not Form.NONE,
             self.number,
         )
+
+    def rehearse(self, num_rows: int, top_k: int) -> None:
+        """Launch the experts of so many tokens without adapters and with, for what is made at a
+        first launch."""
+        x = self.arena.new_zeros(num_rows, self.down.shape[1])
+        weights = self.arena.new_zeros(num_rows, top_k)
+        for form in (Form.NONE, Form.BESIDE):
+            self.form.set(form)
+            self(x, weights.long(), weights)
 
 
 class AdaptedRouter(Wrapper):

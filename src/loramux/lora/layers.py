@@ -83,6 +83,19 @@ class LoraLinear(nn.Module):
                 ctx.own.change(self.place, y_rows, x_rows)
         return y
 
+    def rehearse(self, num_rows: int, *, few: bool) -> None:
+        """Launch LoRA for rows of which none has any, for what is made at a first launch."""
+        self.context.routing.fill([], [], num_rows, few=few)
+        rehearse_site(self.site, self.context, self.context.routing, num_rows)
+
+
+def rehearse_site(site: Site, context: LoraContext, routing: Routing, num_rows: int) -> None:
+    """Launch a site's LoRA for a step of so many rows, as ``routing`` has it."""
+    out_features = sum(part.size for part in site.slices)
+    x = context.arena.new_zeros(num_rows, site.in_features)
+    y = context.arena.new_zeros(num_rows, out_features)
+    context.ops.lora_add_(y, x, site, context.arena, context.tables, routing)
+
 
 class CompiledLoraLinear(nn.Module):
     """The same for layers that are compiled, around a linear with an ordinary weight.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from loramux.ops.expert_tiles import Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,5 +126,42 @@ class LoraOps(Protocol):
 
         y ``[T, out]`` and x ``[T, in]``; A ``[r, in]``, B ``[out, r]`` (scale folded in) and
         g ``[out]`` stand in ``arena`` where ``tables`` says. Rows of the base slot keep every bit.
+        """
+        ...
+
+
+@runtime_checkable
+class CompiledOps(LoraOps, Protocol):
+    """A LoRA op by kernels that are compiled; it can run inside compiled layers and be captured."""
+
+    number: int
+    """By which ``ops.opaque`` finds it."""
+
+    @property
+    def rank_buckets(self) -> tuple[int, ...]:
+        """Largest ranks that launches can be made for."""
+        ...
+
+    def bind(self, arena: Tensor, routing: Routing) -> None: ...
+
+    def bucket_of(self, max_rank: int) -> int: ...
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """What is launched inside does not run: its kernels are compiled, many at a time."""
+        ...
+
+    def kernels_of(
+        self,
+        num_rows: int,
+        *,
+        rank_bucket: int,
+        few: bool,
+        mixtures: Collection[Mixture] = (),
+        dtype: torch.dtype,
+    ) -> Hashable:
+        """The same for steps that launch the same kernels, if their form is the same.
+
+        ``mixtures``: of the model's layers. For more rows it never comes back to what it was for
+        fewer.
         """
         ...

@@ -94,10 +94,6 @@ class TritonOps:
         mixtures: Collection[Mixture] = (),
         dtype: torch.dtype,
     ) -> Hashable:
-        """The same for steps that launch the same kernels, if their form is the same.
-
-        For more rows it never comes back to what it was for fewer.
-        """
         experts = (
             self._experts.kernels_of(num_rows, mixture, dtype, rank_bucket=rank_bucket, few=few)
             for mixture in mixtures

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,54 +16,22 @@ from torch import Tensor
 
 from loramux.lora.ends import AdaptedHead
 from loramux.lora.layers import Form, LoraContext
-from loramux.lora.routing import Routing
 from loramux.model.compile import MIN_ROWS, compile_layers
 from loramux.model.final_states import FinalStates
 from loramux.model.load import BaseModel
 from loramux.model.stack import alike_left_out
 from loramux.ops.attention import AttentionBackend, StepKind
 from loramux.ops.expert_tiles import Mixture
-from loramux.ops.interface import LoraOps
+from loramux.ops.interface import CompiledOps
 from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep
-from loramux.worker.graphs import GraphKey, StepGraphs, first_of_each, mixed_buckets, num_rows
+from loramux.worker.graphs import GraphKey, StepGraphs, mixed_buckets, num_rows
 from loramux.worker.inputs import StepInputs
 from loramux.worker.later_graphs import LaterGraphs
+from loramux.worker.rehearsal import rehearse_kernels
 from loramux.worker.runner import Captured, Computed, Progress, mix_of
 
 log = logging.getLogger(__name__)
-
-
-class CompiledOps(LoraOps, Protocol):
-    """A LoRA op that can run inside compiled layers and be captured."""
-
-    number: int
-    """By which ``ops.opaque`` finds it."""
-
-    @property
-    def rank_buckets(self) -> tuple[int, ...]:
-        """Largest ranks that launches can be made for."""
-        ...
-
-    def bind(self, arena: Tensor, routing: Routing) -> None: ...
-
-    def bucket_of(self, max_rank: int) -> int: ...
-
-    def compiling(self) -> AbstractContextManager[None]:
-        """What is launched inside does not run: its kernels are compiled, many at a time."""
-        ...
-
-    def kernels_of(
-        self,
-        num_rows: int,
-        *,
-        rank_bucket: int,
-        few: bool,
-        mixtures: Collection[Mixture] = (),
-        dtype: torch.dtype,
-    ) -> Hashable:
-        """As ``graphs.KernelsOf`` has it, for a model with layers of these mixtures."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -157,7 +124,10 @@ class CapturedRunner:
         with self._ops.compiling(), alike_left_out(self._base.model, self._runs):
             for key in progress("compiling", self._samples(self._graphs)):
                 self._graphs.rehearse(key)
-            self._rehearse_head()
+            # Empty steps launch nothing for the head.
+            rehearse_kernels(
+                self._base, self._ops, max_rows=self._max_step_tokens, kinds=(AdaptedHead,)
+            )
         compiled = time.perf_counter()
         keys = self.first_graphs
         for key in progress("capturing graphs", keys):
@@ -194,19 +164,6 @@ class CapturedRunner:
     @torch.inference_mode()
     def use_spare_time(self) -> bool:
         return self._later is not None and self._later.capture_next()
-
-    def _rehearse_head(self) -> None:
-        """Launch what LoRA on the head can, which empty steps do not."""
-        for head in self._base.model.modules():
-            if not isinstance(head, AdaptedHead):
-                continue
-            for rank_bucket, few in itertools.product(self._ops.rank_buckets, (True, False)):
-                self._ops.begin_step(rank_bucket, few=few)
-                kernels = partial(
-                    self._ops.kernels_of, rank_bucket=rank_bucket, few=few, dtype=self._base.dtype
-                )
-                for rows in first_of_each(kernels, 1, self._max_step_tokens):
-                    head.rehearse(rows, few=few)
 
     def use_attention(self, backend: AttentionBackend) -> None:
         assert not self._settled, "captured steps hold the addresses of the backend before"

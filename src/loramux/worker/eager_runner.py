@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -11,16 +13,32 @@ from loramux.lora.layers import LoraContext
 from loramux.model.final_states import FinalStates
 from loramux.model.load import BaseModel
 from loramux.ops.attention import AttentionBackend
+from loramux.ops.expert_tiles import Mixture
+from loramux.ops.interface import CompiledOps
 from loramux.plan import SequenceStep
 from loramux.worker.graphs import GraphKey
 from loramux.worker.inputs import StepInputs
+from loramux.worker.rehearsal import rehearse_kernels
 from loramux.worker.runner import Captured, Computed, Progress, mix_of
+
+log = logging.getLogger(__name__)
 
 
 class EagerRunner:
     """Calls the model."""
 
-    def __init__(self, base: BaseModel, backend: AttentionBackend, context: LoraContext) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        backend: AttentionBackend,
+        context: LoraContext,
+        *,
+        max_step_tokens: int,
+        mixtures: Collection[Mixture] = (),
+    ) -> None:
+        """``mixtures``: kinds of layers with experts."""
+        self._max_step_tokens = max_step_tokens
+        self._mixtures = mixtures
         self._base = base
         self._backend = backend
         self._context = context
@@ -55,9 +73,19 @@ class EagerRunner:
     def first_graphs(self) -> list[GraphKey]:
         return []
 
+    @torch.inference_mode()
     def warm_up(self, progress: Progress, *, step_bytes: int = 0) -> Captured:
-        """Nothing is kept from one step to the next."""
-        return Captured()
+        """Have the kernels compiled that LoRA and experts launch, where they have any."""
+        ops, began = self._context.ops, time.perf_counter()
+        if not isinstance(ops, CompiledOps):
+            return Captured()
+        with ops.compiling():
+            rehearse_kernels(
+                self._base, ops, max_rows=self._max_step_tokens, mixtures=self._mixtures
+            )
+        captured = Captured(compile_seconds=time.perf_counter() - began)
+        log.info("compiled kernels in %.1f s", captured.compile_seconds)
+        return captured
 
     def expect(self, max_rank: int, *, has_gain: bool) -> None:
         pass

@@ -114,8 +114,11 @@ class Worker:
         named = (*anatomy.norms, *anatomy.layout.routers)
         self._others = {name: base.model.get_submodule(name) for name in named}
         self._linears = insert_sites(base.model, anatomy, context)
+        mixtures = mixtures_of(base.model, anatomy.layout.experts)
         if compiled is None:
-            self._runner: Runner = EagerRunner(base, backend, context)
+            self._runner: Runner = EagerRunner(
+                base, backend, context, max_step_tokens=max_step_tokens, mixtures=mixtures
+            )
         else:
             compiled.ops.bind(context.arena, context.routing)
             self._runner = CapturedRunner(
@@ -125,7 +128,7 @@ class Worker:
                 compiled,
                 runs=anatomy.runs,
                 max_step_tokens=max_step_tokens,
-                mixtures=mixtures_of(base.model, anatomy.layout.experts),
+                mixtures=mixtures,
             )
         self.use_attention(backend)
 
