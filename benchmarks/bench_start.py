@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 _BEGAN = time.perf_counter()
 
-SHAPES = ("llama-8b", "qwen3-30b-a3b")
-
 PARTS = {
     "model examined": ("loramux.engine.build", "examine"),
     "worker made": ("loramux.engine.build", "Worker"),
@@ -41,7 +39,8 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="llama-8b")
+    # Not from bench_step, which imports torch: only the starts themselves are to.
+    parser.add_argument("--shape", choices=("llama-8b", "qwen3-30b-a3b"), default="llama-8b")
     parser.add_argument("--layers", type=int, help="those of the shape by default")
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--max-num-seqs", type=int, default=128)
@@ -81,12 +80,11 @@ def start(arguments: argparse.Namespace) -> dict[str, object]:
     """Seconds of one start, and of its parts."""
     import torch
 
-    from benchmarks.gpu_models import llama_engine, qwen_moe_engine
+    from benchmarks.bench_step import SHAPES
 
     imported = time.perf_counter()
     parts_seconds = clocked()
-    engine = {"llama-8b": llama_engine, "qwen3-30b-a3b": qwen_moe_engine}[arguments.shape]
-    parts = engine(
+    parts = SHAPES[arguments.shape](
         max_loras=arguments.slots,
         max_num_seqs=arguments.max_num_seqs,
         kv_cache=arguments.kv_cache,

@@ -134,9 +134,7 @@ class AdaptedHead(Wrapper):
 
     def rehearse(self, num_rows: int, *, few: bool) -> None:
         """Launch LoRA for rows of which none has any, for what is made at a first launch."""
-        routing = self.context.own.head_routing
-        routing.fill([], [], num_rows, few=few)
-        rehearse_site(self.site, self.context, routing, num_rows)
+        rehearse_site(self.site, self.context, self.context.own.head_routing, num_rows, few=few)
 
     def _has_grown(self, own: OwnModule) -> bool:
         """Whether this is a head for more tokens than the base's, as a whole and without LoRA."""

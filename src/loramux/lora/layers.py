@@ -85,12 +85,14 @@ class LoraLinear(nn.Module):
 
     def rehearse(self, num_rows: int, *, few: bool) -> None:
         """Launch LoRA for rows of which none has any, for what is made at a first launch."""
-        self.context.routing.fill([], [], num_rows, few=few)
-        rehearse_site(self.site, self.context, self.context.routing, num_rows)
+        rehearse_site(self.site, self.context, self.context.routing, num_rows, few=few)
 
 
-def rehearse_site(site: Site, context: LoraContext, routing: Routing, num_rows: int) -> None:
-    """Launch a site's LoRA for a step of so many rows, as ``routing`` has it."""
+def rehearse_site(
+    site: Site, context: LoraContext, routing: Routing, num_rows: int, *, few: bool
+) -> None:
+    """Launch a site's LoRA for so many rows, which ``routing`` is set up for."""
+    routing.fill([], [], num_rows, few=few)
     out_features = sum(part.size for part in site.slices)
     x = context.arena.new_zeros(num_rows, site.in_features)
     y = context.arena.new_zeros(num_rows, out_features)

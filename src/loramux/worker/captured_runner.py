@@ -25,7 +25,7 @@ from loramux.ops.expert_tiles import Mixture
 from loramux.ops.interface import CompiledOps
 from loramux.ops.upload import Uploads
 from loramux.plan import SequenceStep
-from loramux.worker.graphs import GraphKey, StepGraphs, mixed_buckets, num_rows
+from loramux.worker.graphs import GraphKey, StepGraphs, mixed_buckets
 from loramux.worker.inputs import StepInputs
 from loramux.worker.later_graphs import LaterGraphs
 from loramux.worker.rehearsal import rehearse_kernels
@@ -110,7 +110,7 @@ class CapturedRunner:
             for form, rank in ((Form.NONE, 0), (Form.BESIDE, rank_bucket))
         )
         # The largest makes the pool.
-        return sorted([*base, *beside], key=num_rows, reverse=True)
+        return sorted([*base, *beside], key=lambda key: key.bucket, reverse=True)
 
     @torch.inference_mode()
     def warm_up(self, progress: Progress, *, step_bytes: int = 0) -> Captured:
@@ -175,10 +175,10 @@ class CapturedRunner:
     ) -> Computed:
         graphs, later = self._graphs, self._later
         kind = graph_kind(inputs, len(sequences))
-        rows = max(len(inputs.token_ids), MIN_ROWS)
-        bucket = graphs.bucket_of(kind, rows) if graphs and kind else None
+        num_rows = max(len(inputs.token_ids), MIN_ROWS)
+        bucket = graphs.bucket_of(kind, num_rows) if graphs and kind else None
         if graphs is None or later is None or kind is None or bucket is None:
-            key = self._key(rows, sequences, StepKind.EAGER)
+            key = self._key(num_rows, sequences, StepKind.EAGER)
             return self._run_uncaptured(key, inputs, sequences, last_tokens)
         key = self._key(bucket, sequences, kind)
         # The host's tables route rows of own parts, step by step.

@@ -51,14 +51,9 @@ def buckets(max_num_seqs: int) -> list[int]:
 
 
 class KernelsOf(Protocol):
-    """Tells steps of one size from those of another by the kernels that they launch."""
+    """``CompiledOps.kernels_of`` for one model."""
 
-    def __call__(self, num_rows: int, *, rank_bucket: int, few: bool) -> Hashable:
-        """The same for steps that launch the same kernels, if their form is the same.
-
-        For more rows it never comes back to what it was for fewer.
-        """
-        ...
+    def __call__(self, num_rows: int, *, rank_bucket: int, few: bool) -> Hashable: ...
 
 
 def first_of_each(kernels: Callable[[int], Hashable], low: int, high: int) -> list[int]:
@@ -103,9 +98,9 @@ class StepGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
 
-    def bucket_of(self, kind: StepKind, rows: int) -> int | None:
+    def bucket_of(self, kind: StepKind, num_rows: int) -> int | None:
         """The smallest bucket that holds so many rows; None where there is none."""
-        return next((bucket for bucket in self._buckets[kind] if bucket >= rows), None)
+        return next((bucket for bucket in self._buckets[kind] if bucket >= num_rows), None)
 
     def keys(self, form: Form, rank_bucket: int, num_slots: int) -> list[GraphKey]:
         """What all steps of a form and a rank bucket are captured for."""
@@ -156,8 +151,3 @@ class StepGraphs:
 def _mixes(bucket: int, num_slots: int) -> tuple[bool, ...]:
     """Whether few adapters take part: a step of so few rows or slots cannot have many."""
     return (False, True) if min(bucket, num_slots) > FEW_ADAPTERS else (True,)
-
-
-def num_rows(key: GraphKey) -> int:
-    """Of its steps, padding included."""
-    return key.bucket
